@@ -287,7 +287,7 @@ class PackCall:
         k = axes.contracting
         if not axes.kept or axis % axes.ndim != k[-1]:
             return f"packs blocks along the last contracted axis, got {self}"
-        if not axes.is_canonical:
+        if not axes.has_canonical_order:
             return f"packs contracted axes before or after all kept ones, got {self}"
         if isinstance(block, int) and len(k) > 1 and shape[k[-1]] % block:
             return f"needs whole blocks along the last of several contracted axes, got {self}"

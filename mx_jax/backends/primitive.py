@@ -357,7 +357,7 @@ def _primitive(name: str) -> Any:
 
 
 def _types(*types: Any, work: Work) -> list[Any]:
-    # `result_type`, written out: every equation passes here, and need not enter another file.
+    # `result_aval`, written out: every equation passes here, and need not enter another file.
     like, sizes = types[0], tuple(size for size, _ in reversed(work.batches))
     return [
         like.update(

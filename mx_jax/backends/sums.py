@@ -102,7 +102,7 @@ def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
     bits = float32.to_bits(values)
     magnitude = float32.bitwise_and(bits, float32.ABS)
-    biased, mantissa = float32.normalize(magnitude)
+    biased, mantissa = float32.split_exponent_mantissa(magnitude)
     ordinary = float32.gt(magnitude, 0)
     ordinary = float32.bitwise_and(ordinary, float32.lt(magnitude, float32.INF))
     sign = float32.bitwise_and(bits, float32.SIGN)

@@ -62,7 +62,7 @@ def report(
       5 of 7 layers converted
     """
     rules = as_rules(rules, "convert.report")
-    decisions = nnx_model.decisions
+    decisions: Any = nnx_model.decisions
     if isinstance(model, _LINEN):
         decisions = linen_model.decisions
     elif not isinstance(model, flax.nnx.Module):

@@ -304,7 +304,8 @@ def _look_up(recipe: Recipe, _: object, values: Values, params: Params, key: Key
 def row_of(eqn: JaxprEqn) -> "TracedProduct | None":
     """How an equation is judged and made anew, if it is a product."""
     if eqn.primitive is jit_p and eqn.params["name"] == "_take" and len(eqn.invars) == 2:
-        shape = tuple(eqn.invars[0].aval.shape)
+        table: Any = eqn.invars[0].aval
+        shape = tuple(table.shape)
         facts = {"kernel": shape, "shape": shape[::-1], "obstacle": None}
         return TracedProduct(type=Lookup, facts=lambda *_: facts, multiply=_look_up)
     return traced_products().get(eqn.primitive)

@@ -159,7 +159,7 @@ class Row:
         XLA may drop some; of `flax.linen.scan`, which traces its body once more, gradients show one
         too many.
       places: where: scopes joined by `/`, such as Flax's layers, and whether for a gradient.
-      flops: of one; 0 of casts, and where a size is open.
+      flops: of one execution; 0 for casts and symbolic sizes.
       how: how the backend computes it, where its name does not say.
       reasons: the measurement it rests on, why other backends do not take it, and which would if
         they were named; or why it is in high precision.
@@ -302,7 +302,7 @@ def _product(
 
 
 def _count(shape: Sequence[int]) -> float:
-    """Of elements; 0 where a size is open."""
+    """Number of elements; 0 if a size is symbolic."""
     is_known = all(isinstance(size, int) for size in shape)
     return float(math.prod(shape)) if is_known else 0.0
 

@@ -247,9 +247,10 @@ def exchange(axis_name: AxisNames, num_rows: int, back: bool, x: jax.Array, to: 
         return lax.ragged_all_to_all(*vary_alike((x, room, *sizes)), axis_name=axis_name)
 
     def padded(x: jax.Array, to: Route) -> jax.Array:
-        sides = (to.starts, to.sent), (slots, to.received)
+        here, there = (to.starts, to.sent), (slots, to.received)
+        sides = (there, here) if back else (here, there)
         most = to.most if to.capacity > share else None
-        return _in_turns(axis_name, x, room, sides[::-1] if back else sides, share, most)
+        return _in_turns(axis_name, x, room, sides, share, most)
 
     moved = lax.platform_dependent(x, to, cpu=padded, default=as_ragged)
     return moved if back else _take(moved, to.slot)

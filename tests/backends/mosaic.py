@@ -71,10 +71,10 @@ def has_race(run: Callable[[], jax.Array]) -> bool:
     return False
 
 
-def lowered(run: Callable[..., Any], *given: Any) -> str:
+def lowered(run: Callable[..., Any], *operands: Any) -> str:
     """A program for a GPU whose kernels are preferred."""
     with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
-        return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:

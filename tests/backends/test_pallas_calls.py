@@ -87,13 +87,13 @@ ON_HOPPER: list[Call] = [
     groups(),
     groups(lhs=MXFP8_E4M3, rhs_k_first=False, out_dtype="float16"),
 ]
-TAKEN: list[tuple[Call, Target]] = [
+ACCEPTED: list[tuple[Call, Target]] = [
     *((call, H200) for call in ON_HOPPER),
     (pack(MXINT8, lhs_format=MXFP4), H200),
 ]
 
 
-@pytest.mark.parametrize(("call", "target"), TAKEN)
+@pytest.mark.parametrize(("call", "target"), ACCEPTED)
 def test_takes(call: Call, target: Target):
     assert PALLAS_GPU.rejects(call, target) is None
 
@@ -138,8 +138,8 @@ REJECTED: list[tuple[Call, Target, str]] = [
 
 @pytest.mark.parametrize(("call", "target", "reason"), REJECTED)
 def test_rejects(call: Call, target: Target, reason: str):
-    found = PALLAS_GPU.rejects(call, target)
-    assert found is not None and reason in found
+    rejection = PALLAS_GPU.rejects(call, target)
+    assert rejection is not None and reason in rejection
 
 
 def test_needs_a_jax_that_compiles_them(monkeypatch: pytest.MonkeyPatch):
@@ -152,14 +152,14 @@ def test_needs_a_jax_that_compiles_them(monkeypatch: pytest.MonkeyPatch):
 def test_jit_does_not_split_a_kernel():
     """Below a shard_map the number of devices is one; packing is plain JAX."""
     eight = dataclasses.replace(H200, num_devices=8)
-    found = PALLAS_GPU.rejects(dense(), eight)
-    assert found is not None and found.startswith(
+    rejection = PALLAS_GPU.rejects(dense(), eight)
+    assert rejection is not None and rejection.startswith(
         "runs on one device or below jax.shard_map: jit does not split a kernel, got num_devices=8"
     )
     for target in (H200, eight):
         with prefer_backends("pallas_gpu"):
-            taken = select(dense(), target).backend == PALLAS_GPU
-        assert taken == (target == H200)
+            accepted = select(dense(), target).backend == PALLAS_GPU
+        assert accepted == (target == H200)
     assert PALLAS_GPU.rejects(pack(), eight) is None
 
 

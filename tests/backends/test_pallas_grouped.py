@@ -57,17 +57,17 @@ def operands(case: RaggedCase) -> tuple[Any, MXArray, jax.Array]:
 
 
 @pytest.mark.parametrize("tile_rows", [8, 16, 64])
-def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
+def test_each_row_belongs_to_one_visit(tile_rows: int, rng: np.random.Generator):
     m, g = 100, 5
     find = jax.jit(lambda sizes: visits(sizes, m, tile_rows))
     for _ in range(30):
         total = rng.integers(0, m + 1)
         sizes = rng.multinomial(total, rng.dirichlet([0.4] * g)).astype(np.int32)
-        found = np.asarray(find(sizes)).reshape(-1, FIELDS)
-        assert len(found) <= -(-m // tile_rows) + g
+        table = np.asarray(find(sizes)).reshape(-1, FIELDS)
+        assert len(table) <= -(-m // tile_rows) + g
         group_of = np.append(np.repeat(np.arange(g), sizes), [g] * (m - total))
         owners = np.zeros(m, int)
-        for group, first, begin, end in found:
+        for group, first, begin, end in table:
             assert first % 8 == 0 and (begin >= end or first <= begin < end <= first + tile_rows)
             assert (group_of[begin:end] == group).all()
             owners[begin:end] += 1

@@ -155,8 +155,8 @@ def test_every_code_under_every_scale(format: BlockFormat):
     sides = np.stack([codes, np.roll(codes, 1)], axis=-1)
     slots = slots_of(element)
     # All slots of a word at once, each with codes of its own, so that none disturbs another.
-    turned = [np.roll(sides, 5 * i, axis=0) for i in range(len(slots))]
-    words = words_of([jnp.asarray(of_slot) for of_slot in turned], element)
+    rolled = [np.roll(sides, 5 * i, axis=0) for i in range(len(slots))]
+    words = words_of([jnp.asarray(of_slot) for of_slot in rolled], element)
     for i, slot in enumerate(slots):
         bits, head = (
             None if x is None else np.roll(np.asarray(x), -5 * i).view(jnp.bfloat16)

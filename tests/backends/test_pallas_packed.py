@@ -48,11 +48,11 @@ def test_packed_weights_are_the_mxarray(format: BlockFormat, rng: np.random.Gene
     assert isinstance(packed.arrays, PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
     for field in ("codes", "scales", "tensor_scale"):
-        kept, given = (getattr(each, field) for each in (packed.unpack(), w))
-        assert (kept is None) == (given is None)
-        if given is not None:
+        kept, expected = (getattr(each, field) for each in (packed.unpack(), w))
+        assert (kept is None) == (expected is None)
+        if expected is not None:
             # A stack has a tensor scale for each of its matrices.
-            assert_bitwise_equal(kept, jnp.broadcast_to(given, kept.shape), what=field)
+            assert_bitwise_equal(kept, jnp.broadcast_to(expected, kept.shape), what=field)
     first = jax.tree.map(lambda leaf: leaf[0], packed)
     assert first.shape == w.shape[1:] and first.serves((0, 1), ())
     assert_bitwise_equal(first.unpack().codes, w.codes[0], what="codes of the first")

@@ -1,4 +1,4 @@
-"""Which thread of a GPU holds what: Mosaic's layouts, taken apart with NumPy."""
+"""Registers of GPU threads: Mosaic's layouts, in NumPy."""
 
 from typing import Any
 

@@ -66,35 +66,6 @@ def test_an_option_of_a_command(option: str, capsys: pytest.CaptureFixture[str])
         assert "unrecognized arguments: " in said and f"{WHERE.removeprefix('former')}\n" in said
 
 
-ATTRIBUTES = {
-    recipes: "quartet quartet_ii Schedule heal",
-    mx_jax.nn.linen: "DelayedDotGeneral",
-    checkpoint: "from_qarray to_qarray",
-}
-NAMES = {
-    "recipe": "quartet quartet-ii",
-    "rule": "gaussian ms_eden",
-    "layout": "fp-quant-mxfp4 fp-quant-nvfp4",
-}
-
-
-def test_what_left_says_where_it_went(capsys: pytest.CaptureFixture[str]):
-    for module, names in ATTRIBUTES.items():
-        for name in names.split():
-            with pytest.raises(AttributeError, match=", which left mx_jax in"):
-                getattr(module, name)
-    for kind, names in NAMES.items():
-        for name in names.split():
-            with pytest.raises(ValueError, match=", which left mx_jax in"):
-                TAKE[kind](name)
-    for option in ("--html", "--resume"):
-        with pytest.raises(SystemExit):
-            main(["inspect", "model.safetensors", option, "page.html"])
-        assert f"{option}" in (said := capsys.readouterr().err) and "left mx_jax in 0.2" in said
-    with pytest.raises(TypeError, match="'mask_clipped', which left mx_jax in"):
-        recipes.mxfp4().with_(mask_clipped=True)  # pyright: ignore[reportCallIssue]
-
-
 def test_none_is_there_still():
     known = {*recipes.names(), *(rule.name for rule in SCALE_RULES), *COMMANDS}
     known |= {row.name.replace("-", "_") for row in LAYOUTS}

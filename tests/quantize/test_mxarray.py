@@ -31,10 +31,6 @@ def x(rng: np.random.Generator) -> np.ndarray:
     return rng.normal(size=(3, 40)).astype(np.float32)
 
 
-def quantize_all(x: np.ndarray, *formats: BlockFormat) -> list[mx_jax.MXArray]:
-    return jax.jit(lambda x: [mx_jax.quantize(x, format) for format in formats])(x)
-
-
 NATIVE = [
     (MXFP8_E4M3, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu),
     (MXFP8_E5M2, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu),
@@ -51,9 +47,8 @@ NATIVE = [
 )
 def test_native_dtypes(format, element, scale, x: np.ndarray):
     """The same numbers as native arrays, outside jit and inside."""
-    quantized, elements, scale_values = jax.jit(
-        lambda x: ((q := mx_jax.quantize(x, format)), q.elements, q.scale_values)
-    )(x)
+    cast = jax.jit(lambda x: ((q := mx_jax.quantize(x, format)), q.elements, q.scale_values))
+    quantized, elements, scale_values = cast(x)
     assert (elements.dtype, scale_values.dtype) == (element, scale)
     assert (elements.shape, scale_values.shape) == (x.shape, quantized.scales.shape)
     # NumPy unpacks 4-bit arrays to one a byte.
@@ -61,14 +56,10 @@ def test_native_dtypes(format, element, scale, x: np.ndarray):
     assert_bitwise_equal(np.asarray(scale_values).view(quantized.scales.dtype), quantized.scales)
     assert_bitwise_equal(np.asarray(quantized.elements).view(np.uint8), quantized.codes)
     assert_bitwise_equal(quantized.scale_values, scale_values, any_nan=True)
-    # What the native arrays say is what dequantizing gives.
-    spread = (
-        np.asarray(scale_values).astype(np.float64).repeat(40 if scale is np.float32 else 32, 1)
-    )
-    if format is NVFP4_ONE_LEVEL:
-        spread = np.asarray(scale_values).astype(np.float64).repeat(16, 1)
+    # Native arrays stand for the values that dequantizing gives.
+    block = 40 if scale is np.float32 else format.block[1]
+    spread = np.asarray(scale_values).astype(np.float64).repeat(block, 1)[:, :40]
     value = np.asarray(elements).astype(np.float64) / (64 if format is MXINT8 else 1)
-    spread = spread[:, :40]
     product = value / spread if scale is np.float32 else value * spread
     np.testing.assert_array_equal(quantized.dequantize(), product.astype(np.float32))
 
@@ -89,7 +80,8 @@ def test_bytes(x: np.ndarray):
     """120 elements; 2 blocks of 32 a row, 3 of 16, 1 of the whole row."""
     sizes = {
         q.format.name: (q.nbytes, q.packed_nbytes)
-        for q in quantize_all(x, MXFP8_E4M3, MXFP6_E3M2, MXFP4, NVFP4, FLOAT8_ROWWISE_E4M3)
+        for format in (MXFP8_E4M3, MXFP6_E3M2, MXFP4, NVFP4, FLOAT8_ROWWISE_E4M3)
+        for q in [mx_jax.quantize(x, format)]
     }
     assert sizes == {
         "mxfp8_e4m3": (120 + 6, 120 + 6),
@@ -140,12 +132,10 @@ def test_conversions(x: np.ndarray):
 
 
 def test_an_mxarray_is_quantized_again_from_its_values(x: np.ndarray):
-    once = mx_jax.quantize(x, MXFP8_E4M3)
-    twice = mx_jax.quantize(once, MXFP8_E4M3)
-    assert_bitwise_equal(twice.codes, once.codes)
-    other = mx_jax.quantize(once, MXFP4, axis=0)
-    direct = mx_jax.quantize(once.dequantize(), MXFP4, axis=0)
-    assert_bitwise_equal(other.codes, direct.codes)
+    quantized = mx_jax.quantize(x, MXFP8_E4M3)
+    again = mx_jax.quantize(quantized, MXFP4, axis=0)
+    expected = mx_jax.quantize(quantized.dequantize(), MXFP4, axis=0)
+    jax.tree.map(assert_bitwise_equal, again, expected)
 
 
 def test_dequantize_takes_an_mxarray_only():
@@ -185,30 +175,6 @@ def test_repr_without_values():
     assert "mxfp4" in repr(jax.tree.map(lambda _: object(), abstract))
 
 
-def test_pytree(x: np.ndarray):
-    quantized = mx_jax.quantize(x, MXFP4)
-    leaves, structure = jax.tree.flatten(quantized)
-    assert [
-        leaf is array
-        for leaf, array in zip(leaves, (quantized.codes, quantized.scales), strict=True)
-    ]
-    again = jax.tree.unflatten(structure, leaves)
-    assert (again.format, again.blocks, again.dtype) == (MXFP4, ((-1, 32),), np.float32)
-    assert again.codes is quantized.codes
-    paths = [
-        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(quantized)
-    ]
-    assert paths == [".codes", ".scales"]
-    two_level = mx_jax.quantize(x, NVFP4)
-    paths = [
-        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(two_level)
-    ]
-    assert paths == [".codes", ".scales", ".tensor_scale"]
-    assert structure == jax.tree.structure(mx_jax.quantize(x + 1, MXFP4))
-    assert structure != jax.tree.structure(mx_jax.quantize(x, MXFP4, axis=0))
-    assert hash(structure) == hash(jax.tree.structure(mx_jax.quantize(x + 1, MXFP4)))
-
-
 def test_eval_shape():
     """Shapes without running anything: as large as one likes."""
     shape = (1 << 20, 1 << 20)
@@ -223,27 +189,10 @@ def test_eval_shape():
     assert (values.shape, values.dtype) == (shape, jnp.bfloat16)
 
 
-def test_one_program_for_all_arrays_alike(x: np.ndarray):
-    """Static fields compare by value: no retracing for another array of the same kind."""
-    traces = []
-
-    @jax.jit
-    def run(q):
-        traces.append(q.format)
-        return q.dequantize()
-
-    for values in (x, x + 1, 2 * x):
-        run(mx_jax.quantize(values, MXFP4))
-    run(mx_jax.quantize(x, dataclasses.replace(MXFP4)))
-    assert traces == [MXFP4]
-    run(mx_jax.quantize(x, MXFP8_E4M3))
-    assert traces == [MXFP4, MXFP8_E4M3]
-
-
 @pytest.mark.parametrize("packs", [False, True], ids=["MXArray", "packed"])
 def test_equality_is_that_of_values(packs: bool, x: np.ndarray):
     """Elementwise, as of arrays: two of other codes may be equal, and none is hashable."""
-    one, other = quantize_all(x, MXFP8_E4M3, MXFP4)
+    one, other = (mx_jax.quantize(x, format) for format in (MXFP8_E4M3, MXFP4))
     if packs:
         one, other = map(mx_jax.pack_weights, (one, other))
     values = [np.asarray(q.dequantize()) for q in (one, other)]
@@ -261,12 +210,22 @@ def test_equality_is_that_of_values(packs: bool, x: np.ndarray):
     with pytest.raises(TypeError, match="unhashable"):
         hash(one)
     assert one != "text" and (one == None) is False  # noqa: E711
-
-
-def test_trees_that_are_no_arrays_compare_by_identity(x: np.ndarray):
-    """Shapes and shardings in their place, as `jax.eval_shape` gives them."""
-    shapes = jax.eval_shape(lambda x: mx_jax.quantize(x, MXFP4), x)
+    # Trees that are no arrays, as `jax.eval_shape` gives them, compare by identity.
+    shapes = jax.eval_shape(lambda: one)
     assert shapes == shapes and shapes != jax.tree.map(lambda leaf: leaf, shapes)
+
+
+def test_trees_of_equal_facts_are_equal(x: np.ndarray):
+    """So nothing is traced again for another array of the same kind."""
+    names = {MXFP4: [".codes", ".scales"], NVFP4: [".codes", ".scales", ".tensor_scale"]}
+    for format, paths in names.items():
+        q = mx_jax.quantize(x, format)
+        leaves = jax.tree_util.tree_leaves_with_path(q)
+        assert [jax.tree_util.keystr(path) for path, _ in leaves] == paths
+        tree = jax.tree.structure(q)
+        again = jax.tree.structure(mx_jax.quantize(x + 1, dataclasses.replace(format)))
+        assert tree == again and hash(tree) == hash(again)
+        assert tree != jax.tree.structure(mx_jax.quantize(x, format, axis=0))
 
 
 def test_numpy_gets_values(x: np.ndarray):

@@ -28,7 +28,7 @@ from mx_jax.backends.pallas_gpu.layouts import (
     WORDS,
     Slot,
     codes_in_group,
-    granularity,
+    codes_per_scale,
     slots_of,
 )
 from mx_jax.backends.pallas_gpu.tiles import Tiles
@@ -69,15 +69,15 @@ class Decoder:
         return codes_in_group(self.format.element)
 
     @property
-    def granularity(self) -> int:
+    def codes_per_scale(self) -> int:
         """Codes that share a scale."""
         block = self.format.block[1]
         assert isinstance(block, int)
-        return granularity(block)
+        return codes_per_scale(block)
 
     def blocks(self, tiles: Tiles) -> tuple[tuple[tuple[int, ...], Any, tuple[Any, ...]], ...]:
         """What a step copies of activations, codes and scales: shape, dtype, transforms."""
-        rows, pairs = tiles.n // ROWS, tiles.k // (2 * self.granularity)
+        rows, pairs = tiles.n // ROWS, tiles.k // (2 * self.codes_per_scale)
         return (
             ((tiles.m, tiles.k), jnp.bfloat16, transforms(CHUNK)),
             ((rows, tiles.k // self.group, ROWS, WORDS), jnp.int32, ()),
@@ -90,7 +90,7 @@ class Decoder:
         Of references to what is copied of codes and scales. Thread c has a row's columns `2 c` and
         `2 c + 1` of each 8.
         """
-        pairs, per_chunk = self.group // (2 * self.granularity), CHUNK // self.granularity
+        pairs, per_chunk = self.group // (2 * self.codes_per_scale), CHUNK // self.codes_per_scale
         for group in range(k // self.group):
             # Of a row, thread c has words `4 c` to `4 c + 3`.
             words = plgpu.load(

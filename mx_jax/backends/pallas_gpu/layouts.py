@@ -71,7 +71,7 @@ def codes_of(words: jax.Array, element: ElementFormat) -> list[jax.Array]:
 
 # Weights in the order in which the kernels read them, packed once for any number of products ------
 
-# What the operand of one tensor-core instruction spans along k, in registers.
+# Codes along k that one instruction of the tensor cores reads from registers.
 CHUNK = 64
 # The most codes that share a stored scale.
 MAX_GRANULARITY = 32
@@ -84,7 +84,7 @@ PAD_N = 128
 PAD_K = 128
 
 
-def granularity(block: int) -> int:
+def codes_per_scale(block: int) -> int:
     """Codes that share a stored scale: 16 or 32; longer blocks repeat theirs."""
     return min(block & -block, MAX_GRANULARITY)
 
@@ -114,7 +114,7 @@ class PackedWeights:
 
     Attributes:
       codes: int32 `[batch, n' / 64, k' / group, 64, 16]`.
-      scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
+      scales: int32 `[batch, n' / 64, k' / (2 * codes_per_scale), 64]`.
       scale_bytes: uint8 `[batch, n, blocks]`, as they came: no kernel reads them.
       tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
       shape: `(batch, n, k)`.
@@ -136,7 +136,7 @@ class PackedWeights:
         format, element, scale = weights.format, weights.format.element, weights.format.scale
         (batch, n, k), (_, block) = weights.shape, format.block
         assert isinstance(block, int)
-        rows, columns, shared = n + -n % PAD_N, k + -k % PAD_K, granularity(block)
+        rows, columns, shared = n + -n % PAD_N, k + -k % PAD_K, codes_per_scale(block)
         scales = weights.scales
         if element.nan_code is not None:
             nan = (weights.codes & (element.sign_code - 1)) > element.max_code + element.has_inf
@@ -235,7 +235,7 @@ def unpack(packed: PackedMXArray) -> MXArray:
 MATRICES = Layout(backend="pallas_gpu", batch=operator.attrgetter("stacked"), unpack=unpack)
 
 
-def factors_of(scales: tuple[jax.Array | None, ...], count: int) -> jax.Array | None:
+def concatenate_tensor_scales(scales: tuple[jax.Array | None, ...], count: int) -> jax.Array | None:
     """float32 `[len(scales) * count]`, of scales of one number or `count`; None if all are None."""
     if all(scale is None for scale in scales):
         return None

@@ -18,7 +18,7 @@ from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK_ROWS,
     MATRICES,
     PackedWeights,
-    factors_of,
+    concatenate_tensor_scales,
     stored_bits,
     visits,
 )
@@ -150,7 +150,7 @@ def ragged_dot(
     tiles = dataclasses.replace(tiles, m=min(tiles.m, padded_rows))
     once = tiles.splits == 1 and call.out_dtype != jnp.float16
     lists = visits(group_sizes, padded_rows, tiles.m)
-    factors = factors_of((weights.tensor_scale, factor), call.num_groups)
+    factors = concatenate_tensor_scales((weights.tensor_scale, factor), call.num_groups)
     dtype = call.out_dtype if once else _FLOAT32
     sums = _wgmma.multiply(x[None], weights, tiles, dtype, interpret, (lists, factors))
     return sums[0].astype(call.out_dtype)

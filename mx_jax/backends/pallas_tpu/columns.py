@@ -44,7 +44,7 @@ def multiply(
     if isinstance(rhs, PackedMXArray):
         arrays, n = rhs.arrays, rhs.kept
     else:
-        codes, scales = map(call.rhs.axes.as_matrices, (rhs.codes, rhs.scales))
+        codes, scales = map(call.rhs.axes.merge_groups, (rhs.codes, rhs.scales))
         arrays = Columns(codes=codes, scales=scales, tensor_scale=rhs.tensor_scale)
         _, n, _ = call.rhs.axes.sizes(call.rhs.shape)
     scale, dtype = arrays.tensor_scale, call.out_dtype
