@@ -1,7 +1,7 @@
 """Products of the CPU library: rows by themselves, NaN and Inf."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.cpu_ffi import CPU_FFI
+from mx_jax.mxarray import MXArray
 from mx_jax.testing.backend_suite import exact_product, exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -46,7 +47,7 @@ def test_a_row_does_not_depend_on_the_others(lhs, rhs, rows: int):
 @pytest.mark.parametrize("format", (*formats.MX_FORMATS, formats.NVFP4), ids=str)
 def test_a_nan_scale_makes_its_row_nan(format, rows: int):
     case = MatmulCase(lhs=format, rhs=format, m=(rows,), n=(40,), k=(96,))
-    left, right = case.operands(np.random.default_rng(3))
+    left, right = cast("tuple[MXArray, MXArray]", case.operands(np.random.default_rng(3)))
     nan = 255 if format.scale.kind == "exponent" else 127
     expected = np.array(product(case, left, right))
     expected[1, :], expected[:, 39] = np.nan, np.nan
@@ -64,6 +65,7 @@ def test_special_codes_spread(lhs, rhs, rows: int):
     """Code 0x7F is NaN in both float8 formats; E5M2's 0x7C is Inf."""
     case = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(40,), k=(96,))
     left, right = case.operands(np.random.default_rng(4))
+    assert isinstance(right, MXArray)
     codes = right.codes.at[3, 50].set(0x7F).at[20, 7].set(0x7C)
     right = dataclasses.replace(right, codes=codes)
     actual = product(case, left, right)

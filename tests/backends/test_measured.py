@@ -161,7 +161,7 @@ def step(x: jax.Array, w: jax.Array) -> jax.Array:
     return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
 
 
-def rows_and_weights(m: int) -> tuple[Any, Any]:
+def rows_and_weights(m: int) -> Any:
     return tuple(jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((m, 2048), (2048, 4096)))
 
 

@@ -542,10 +542,10 @@ def _kernels_preferred() -> Iterator[None]:
 @rows(["matmul", "ragged_dot"], "kernels preferred for Hopper")
 def _kernels(name: str) -> Program:
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        w = mx_jax.quantize(jnp.stack([w, w]) if name == "ragged_dot" else w, "mxfp4", axis=-2)
+        q = mx_jax.quantize(jnp.stack([w, w]) if name == "ragged_dot" else w, "mxfp4", axis=-2)
         if name == "matmul":
-            return mx_jax.matmul(x, mx_jax.pack_weights(w), recipe=recipes.weight_only("mxfp4"))
-        packed = mx_jax.pack_weights(w, contracting=1, num_batch=1)
+            return mx_jax.matmul(x, mx_jax.pack_weights(q), recipe=recipes.weight_only("mxfp4"))
+        packed = mx_jax.pack_weights(q, contracting=1, num_batch=1)
         sizes = np.array([100, 156], np.int32)
         return mx_jax.ragged_dot(x, packed, sizes, recipe=recipes.weight_only("mxfp4"))
 
