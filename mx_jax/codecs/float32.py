@@ -136,7 +136,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def split_exponent_mantissa(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Biased exponents and 23-bit mantissas of patterns of numbers >= 0, as if none is subnormal."""
+    """Biased exponents and 23-bit mantissas of patterns of numbers >= 0, subnormal ones too."""
     # `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input: exponents of
     # subnormals are 0 to -22. Zero has exponent -149, below everything else, and mantissa 0.
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
