@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -18,7 +19,7 @@ import safetensors
 from mx_jax import checkpoint
 from mx_jax.checkpoint import files, writers
 from mx_jax.checkpoint.files import INDEX, Entry, Reader
-from tests.processes import printed, run_python
+from tests.checkpoint.killed import at_each_change, killed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks that end with a process")
 
@@ -198,33 +199,6 @@ def test_nobody_takes_a_file_for_abandoned_before_it_has_its_name(
     assert names(tmp_path) == ["one.safetensors", "other.safetensors"]
 
 
-TWO = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from mx_jax.checkpoint.files import Entry, write
-
-folder = Path(sys.argv[1])
-children = []
-for name in ("one", "other"):
-    if not (child := os.fork()):
-        try:
-            for number in range(100):
-                entry = Entry.of(np.full(2, number, np.int32))
-                write(folder / f"{name}.safetensors", {"a": entry}, {}, lambda *_: None)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    children.append(child)
-print([os.waitpid(child, 0)[1] for child in children], sorted(os.listdir(folder)))
-"""
-
-
-def test_two_processes_in_one_folder(tmp_path: Path):
-    said = printed("-c", TWO, tmp_path)
-    assert said.strip() == "[0, 0] ['one.safetensors', 'other.safetensors']"
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_the_umask_of_the_process_stays(mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is every thread's: files get its modes, and nobody changes it to ask."""
@@ -394,102 +368,80 @@ def test_an_index_of_a_save_that_was_stopped_does_not_outlive_the_file(tmp_path:
     assert checkpoint.read(tmp_path).keys() == {"new"}
 
 
-# Killed by the system before each of the operations that Python reports, twice over; then a save
-# that ends. Tensors are read as NumPy's, so that no thread of XLA's is there to be forked.
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-import numpy as np
-from mx_jax import checkpoint
-from mx_jax.checkpoint import files
+# Killed at each of its changes to files, and killed again; then a save that ends.
 
-folder, start = Path(sys.argv[1]) / "m", Path(sys.argv[1]) / "start"
-one = lambda folder: folder / files.WHOLE
-EVENTS = "open os.rename os.remove os.link os.mkdir os.rmdir fcntl.flock fsync".split()
+LAST = "model-00003-of-00003.safetensors"
 
-def save(number, path, size=None, resume=False):
-    tree = {name: np.full(4, number, np.float32) for name in "abc"}
-    checkpoint.save(path, tree, max_shard_size=size, resume=resume)
 
-def loaded():
-    try:
-        _, found = files.readers_of(folder, "")
-    except (FileNotFoundError, ValueError):
-        return None
-    assert found.keys() == {*"abc"}, found
-    (number,) = {float(value) for entry in found.values() for value in np.asarray(entry)}
-    return number
+def save_without(*missing: str) -> Callable[[Path], None]:
+    def start(folder: Path) -> None:
+        save(folder, 1)
+        for name in missing:
+            (folder / name).unlink()
 
-def killed(at, act):
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] == signal.SIGKILL
-    seen = []
-    def hook(event, arguments):
-        if event in EVENTS:
-            seen.append(event)
-            if len(seen) > at:
-                os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        os.fsync = lambda file: sys.audit("fsync")
-        sys.addaudithook(hook)
-        act()
-        os._exit(0)
-    finally:
-        os._exit(1)
+    return start
 
-def check(prepare, act, most, before=1.0, others=()):
-    prepare(start)
-    (start / "model-notes.txt").write_text("mine")
-    at = 0
-    while True:
+
+def save_whole(folder: Path, number: int = 1) -> None:
+    folder.mkdir(exist_ok=True)
+    checkpoint.save(folder / files.WHOLE, generation(number))
+
+
+def save_under_other_names(folder: Path) -> None:
+    folder.mkdir()
+    checkpoint.save(folder / "x.safetensors", {"a": generation(1)["a"]})
+    checkpoint.save(folder / "y.safetensors", {name: generation(1)[name] for name in "bc"})
+
+
+def save_of_size(size: int, **options: Any) -> Callable[[Path], None]:
+    return lambda folder: checkpoint.save(folder, generation(2), max_shard_size=size, **options)
+
+
+RESUMED = save_of_size(16, resume=True)
+# What is there before, which number it is read as, what is killed, and most files after two kills.
+KILLED: dict[str, tuple[Any, int | None, Any, int]] = {
+    "several": (save_without(), 1, save_of_size(16), 6),
+    "several, resumed": (save_without(), 1, RESUMED, 6),
+    "no index": (save_without(INDEX), 1, save_of_size(16), 6),
+    "no index, resumed": (save_without(INDEX), 1, RESUMED, 6),
+    "unfinished": (save_without(INDEX, LAST), None, save_of_size(16), 5),
+    "unfinished, resumed": (save_without(INDEX, LAST), None, RESUMED, 5),
+    "nothing": (Path.mkdir, None, RESUMED, 3),
+    "fewer": (save_without(), 1, save_of_size(32), 5),
+    "other names": (save_under_other_names, 1, RESUMED, 5),
+    "one file": (save_whole, 1, RESUMED, 4),
+    "one file by one": (save_whole, 1, lambda folder: save_whole(folder, 2), 1),
+}
+
+
+@pytest.mark.parametrize(("start", "before", "act", "most"), KILLED.values(), ids=KILLED)
+def test_killed_at_each_operation(
+    start: Any, before: int | None, act: Any, most: int, tmp_path: Path, monkeypatch: Any
+):
+    folder, others = tmp_path / "m", {"model-notes.txt"}
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    if start is save_under_other_names:
+        others |= {"x.safetensors", "y.safetensors"}
+
+    def prepare() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(start, folder)
-        again = killed(at, act)
-        assert loaded() in ({before, 2.0} if again else {2.0}), at
-        assert (folder / "model-notes.txt").read_text() == "mine"
-        if not again:
-            break
-        killed(at, act)  # What the first left, the second does not add to.
-        assert loaded() in (before, 2.0), at
-        assert len(list(folder.glob("*.safetensors"))) <= most, os.listdir(folder)
-        act()
-        assert loaded() == 2.0
-        assert not list(folder.glob(".*")), os.listdir(folder)
-        named = files._named(folder) or {files.WHOLE}
-        assert {file.name for file in folder.glob("*.safetensors")} == {*named, *others}
-        at += 1
-    shutil.rmtree(start)
-    print(at)
+        start(folder)
+        (folder / "model-notes.txt").write_text("mine")
 
-def several(start, *gone):
-    save(1, start, 16)
-    for name in gone:
-        (start / name).unlink()
+    def number() -> int | None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return loaded(folder)
 
-def two(start):
-    start.mkdir()
-    for name, part in ("x", "a"), ("y", "bc"):
-        arrays = {each: np.full(4, 1, np.float32) for each in part}
-        checkpoint.save(start / f"{name}.safetensors", arrays)
+    def check(last: str) -> None:
+        assert number() in ({before, 2} if last else {2}), last
+        if last:
+            with killed(6):
+                act(folder)
+            assert number() in (before, 2), last
+            assert len([*folder.glob("*.safetensors")]) <= most, names(folder)
+            act(folder)
+        assert number() == 2 and (folder / "model-notes.txt").read_text() == "mine"
+        named = files._named(folder)
+        assert {*names(folder)} == others | ({INDEX, *named} if named else {files.WHOLE})
 
-lost = lambda start: several(start, files.INDEX)
-stopped = lambda start: several(start, files.INDEX, "model-00003-of-00003.safetensors")
-whole = lambda start: start.mkdir() or save(1, one(start))
-for resume in (False, True):
-    act = lambda: save(2, folder, 16, resume)
-    check(several, act, 6)
-    check(lost, act, 6)
-    check(stopped, act, 5, before=None)
-check(Path.mkdir, act, 3, before=None)
-check(several, lambda: save(2, folder, 32), 5)
-check(two, act, 5, others=["x.safetensors", "y.safetensors"])
-check(whole, act, 4)
-check(whole, lambda: save(2, one(folder)), 1)
-"""
-
-
-def test_killed_at_each_operation(tmp_path: Path):
-    done = run_python("-c", KILLED, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    operations = [int(number) for number in done.stdout.split()]
-    assert len(operations) == 11 and min(operations[:-1]) > 15 and operations[-1] > 5
+    at_each_change(prepare, lambda: act(folder), check)
