@@ -146,8 +146,8 @@ def outcome(read: Reader, folder: Path) -> str:
 
 def put(folder: Path, files: Files) -> None:
     """Write an input's files to a folder that is not there yet."""
+    folder.mkdir()
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 

@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
-import os
 import struct
 import tempfile
 from collections.abc import Callable
@@ -17,7 +17,6 @@ import numpy as np
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
 from mx_jax.commands import command_parser
-from mx_jax.commands.stream import RECORD, partial_folder, record_options
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
 from tests.checkpoint.stored import draw
@@ -45,22 +44,15 @@ def load_shards(path: Path) -> None:
     checkpoint.load(path)
 
 
-def quietly(*words: str) -> None:
-    """Run a command, which says nothing."""
-    options = command_parser().parse_args(words)
-    with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        stack.enter_context(contextlib.redirect_stderr(nowhere))
-        options.run(options)
-
-
 def convert_to(*words: str) -> Reader:
     """What the command makes of a folder, its own file and what config.json says of it included."""
 
     def convert(path: Path) -> None:
         (path / "out").mkdir()
-        quietly("convert", str(path), str(path / "out"), *words)
+        options = command_parser().parse_args(["convert", str(path), str(path / "out"), *words])
+        nowhere = io.StringIO()
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            options.run(options)
 
     return convert
 
@@ -71,7 +63,7 @@ class Sample:
 
     Attributes:
       name: of its kind.
-      files: of a folder, by name; one in a folder of it by its path there.
+      files: of a folder, by name.
       read: what is to read the folder.
     """
 
@@ -120,7 +112,6 @@ def samples() -> list[Sample]:
         Sample("gguf", {"model.gguf": _gguf()}, read_all),
         *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
         *(_sample(row, rng) for row in LAYOUTS),
-        *word_samples(),
     ]
 
 
@@ -179,76 +170,3 @@ def _sample(row: Layout, rng: np.random.Generator) -> Sample:
     name = f"layout {row.name}"
     weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
     return Sample(name, written(weights, row.name, config), read_all)
-
-
-# The digest of a file that is resumed from has its path, which is another each time.
-_SOURCE = "@source@"
-_RULES = """
-[[rule]]
-pattern = "skipped.*"
-skip = true
-[[rule]]
-pattern = ".*mlp"
-format = "mxfp4"
-scale_rule = "even"
-axis = -1
-[[rule]]
-pattern = "wide"
-recipe = "mxfp8"
-[[rule]]
-pattern = ".*"
-format = "nvfp4"
-scales = "mse"
-"""
-
-
-def word_samples() -> list[Sample]:
-    """One of each."""
-    return [
-        Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
-        Sample("resume", _stopped(), resume),
-    ]
-
-
-def judge_by_rules(path: Path) -> None:
-    """What rules say of tensors that are always the same."""
-    arrays = {"mlp.weight": jnp.ones((4, 64)), "wide.kernel": jnp.ones((64, 4))}
-    arrays |= {"skipped.weight": jnp.ones((2, 32)), "norm": jnp.ones(3)}
-    model, rules = path / "model.safetensors", path / "rules.toml"
-    checkpoint.save(model, arrays)
-    quietly("quantize", str(model), str(path / "out"), "--rules", str(rules), "--dry-run")
-
-
-def _convert(path: Path) -> list[str]:
-    names = str(path / "model.safetensors"), str(path / "out")
-    return ["convert", *names, "--to", "modelopt-mxfp4", "--max-shard-size", "200B"]
-
-
-def resume(path: Path) -> None:
-    """A command taken up again, from files that may not be its own."""
-    words = [*_convert(path), "--resume"]
-    fresh = command_parser().parse_args([*words[:2], str(path / "fresh"), *words[3:]])
-    (path / "fresh").mkdir()
-    record_options(fresh, path / "fresh")
-    source = json.loads((path / "fresh" / RECORD).read_text())["in"]
-    record = partial_folder(path / "out") / RECORD
-    record.write_bytes(record.read_bytes().replace(_SOURCE.encode(), source.encode()))
-    quietly(*words)
-    dict(checkpoint.read(path / "out"))
-
-
-def _stopped() -> dict[str, bytes]:
-    rng = np.random.default_rng(3)
-    weights = {f"{name}.weight": draw(MXFP4, (4, 64), rng) for name in "abc"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        checkpoint.write(path / "model.safetensors", weights, layout="mxfp4-pack-quantized")
-        quietly(*_convert(path))
-        options = command_parser().parse_args(_convert(path))
-        made = (path / "out").rename(partial_folder(path / "out"))
-        record_options(options, made)
-        record = made / RECORD
-        said = json.loads(record.read_text()) | {"in": _SOURCE}
-        record.write_text(json.dumps(said))
-        kept = [path / "model.safetensors", record, *sorted(made.glob("*-00001-*"))]
-        return {str(file.relative_to(path)): file.read_bytes() for file in kept}

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -200,16 +199,3 @@ class TestFlax:
         x, other = draw(MXFP4, (64, 8), rng), draw(MXFP4, (8, 64), rng)
         with pytest.raises(ValueError, match=r"MXArray of shape=\(8, 64\), got MXArray.*\(64, 8\)"):
             serialization.from_state_dict(other, serialization.to_state_dict(x))
-
-
-def test_orbax_without_a_target(tmp_path: Path, rng: np.random.Generator):
-    import orbax.checkpoint as ocp
-
-    x = draw(NVFP4, (64, 8), rng, axis=-2)
-    params = {"params": {"Dense_0": {"kernel": x, "bias": jnp.ones(8)}}}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "one", checkpoint.to_wire(params))
-        checkpointer.wait_until_finished()
-        restored = checkpoint.from_wire(checkpointer.restore(tmp_path / "one"))
-    assert_same(restored["params"]["Dense_0"]["kernel"], x)
-    np.testing.assert_array_equal(restored["params"]["Dense_0"]["bias"], np.ones(8))

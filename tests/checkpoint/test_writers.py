@@ -110,27 +110,6 @@ def test_a_file_for_the_whole_folder_waits_too(tmp_path: Path):
     check_clean(tmp_path)
 
 
-def test_savers_and_readers_at_once(tmp_path: Path):
-    """Of whole checkpoints alone, however they come after another."""
-    save(tmp_path, 100)
-    failed: list[BaseException] = []
-
-    def save_often(first: int) -> None:
-        try:
-            for number in range(first, first + 6):
-                save(tmp_path, number)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=save_often, args=(first,)) for first in (200, 300)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        loaded(tmp_path)
-    assert not failed and loaded(tmp_path) in (205, 305)
-    check_clean(tmp_path)
-
-
 def test_a_folder_that_moves_while_one_waits_for_it(tmp_path: Path):
     """As a command does that replaces a folder: what was locked has another place by then."""
     folder, apart = tmp_path / "m", tmp_path / "apart"

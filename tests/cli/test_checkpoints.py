@@ -156,6 +156,9 @@ def test_an_interrupted_run_is_taken_up_by_its_like_alone(
     assert not [path for path in (*out.glob(".*"), made) if path.exists()]
     made.mkdir()
     assert "no .mx_jax_resume.json" in cli.error("quantize", model, out, *words, "--resume")
+    for damaged in ("3", "{"):
+        (made / stream.RECORD).write_text(damaged)
+        assert str(made / stream.RECORD) in cli.error(*again)
 
 
 def test_a_dry_run_says_why_and_writes_nothing(model: Path, out: Path, cli: Cli):

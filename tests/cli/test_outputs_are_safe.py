@@ -4,8 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +26,32 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def locked(tmp_path: Path) -> Iterator[Path]:
-    """The folder `out` is made in, as another process has it while it writes there."""
-    made = stream.partial_folder(tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("out", ()),
+        ("out.safetensors", ("--force",)),
+        ("out", ("--max-shard-size", "1kB", "--force")),
+    ],
+)
+@pytest.mark.parametrize("missing", ["read", "check_output"])
+def test_an_output_that_another_process_writes(
+    missing: str, name: str, more: tuple[str, ...], model: Path, cli: Cli, monkeypatch: Any
+):
+    """Refused before anything is read; if it began after that, before anything is written."""
+    out = model.with_name(name)
+    made = stream.partial_folder(out)
     made.mkdir()
     (made / "model.safetensors").write_text("theirs")
     handle = os.open(made, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    yield made
-    os.close(handle)
-
-
-@pytest.mark.parametrize("more", [(), ("--force",), ("--max-shard-size", "1kB", "--force")])
-@pytest.mark.parametrize("missing", ["read", "check_output"])
-def test_a_folder_that_another_process_writes(
-    missing: str,
-    more: tuple[str, ...],
-    model: Path,
-    locked: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Refused before anything is read; if it began after that, before anything is written."""
     monkeypatch.setattr(stream, missing, lambda options: None)
-    said = cli.error("quantize", model, tmp_path / "out", "--format", "mxfp4", *more)
-    assert f"another process is writing to {tmp_path / 'out'}; try again" in said
-    assert (locked / "model.safetensors").read_text() == "theirs"
+    try:
+        said = cli.error("quantize", model, out, "--format", "mxfp4", *more)
+    finally:
+        os.close(handle)
+    assert f"another process is writing to {out}; try again" in said
+    assert (made / "model.safetensors").read_text() == "theirs"
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out"])
@@ -91,34 +87,6 @@ def test_an_output_that_appears_meanwhile_stays(
 
 # Of files in a folder; a file has none.
 SIZE = {"out.safetensors": None, "out": 100}
-
-
-@pytest.mark.parametrize("name", ["out.safetensors", "out"])
-@pytest.mark.parametrize("force", [(), ("--force",)])
-def test_of_two_runs_the_second_is_refused(
-    force: tuple[str, ...], name: str, model: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
-):
-    """Before it reads; or, without --force, when the first has ended meanwhile."""
-    out, begun, go_on, status = tmp_path / name, threading.Event(), threading.Event(), [-1]
-    words = ["quantize", str(model), str(out), "--format", "mxfp4", *force]
-    write = files.write
-
-    def waiting(*rest: Any) -> None:
-        monkeypatch.setattr(files, "write", write)
-        begun.set()
-        assert go_on.wait(60)
-        write(*rest)
-
-    monkeypatch.setattr(files, "write", waiting)
-    first = threading.Thread(target=lambda: status.append(main(words)))
-    first.start()
-    assert begun.wait(60)
-    second, said = main(words), capfd.readouterr().err
-    go_on.set()
-    first.join()
-    assert second == 2 and f"another process is writing to {out}; try again" in said
-    assert status == [-1, 0] and main(words) == (0 if force else 2)
-    assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -172,22 +140,6 @@ def test_nobody_begins_in_the_old_folder_while_it_is_removed(
     cli("quantize", model, out, "--format", "mxfp4", "--force")
     assert tried == [stream.partial_folder(out)] and not tried[0].exists()
     assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]
-
-
-def test_a_folder_that_another_process_filled_meanwhile(
-    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-):
-    out, write_beside = tmp_path / "out", stream._write_beside
-
-    def filled(*rest: Any) -> None:
-        write_beside(*rest)
-        out.mkdir()
-        (out / "theirs.txt").write_text("theirs")
-
-    monkeypatch.setattr(stream, "_write_beside", filled)
-    said = cli.error("quantize", model, out, "--format", "mxfp4")
-    assert f"{out} is there already; replace it with --force" in said
-    assert os.listdir(out) == ["theirs.txt"] and not stream.partial_folder(out).exists()
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])

@@ -440,22 +440,6 @@ class TestOwnLayers:
             values(lambda w, x: by_name(kind, x, w, dot, ragged)),
         )
 
-    def test_the_way_back_and_on(self, way: Any):
-        rule, same = Rule(".*", WEIGHT_ONLY, types=way.foreign), way.identity
-        layer = way.operation(way.foreign_layer("product"), rule)
-        assert same(convert.original(layer)) == same(way.foreign_layer("product")) != same(layer)
-        assert same(way.operation(layer, rule)) == same(layer)
-
-    def test_random_bits(self, way: Any):
-        options = {"rngs": nnx.Rngs(quantize=0)} if isinstance(way, Nnx) else {}
-        rule = Rule(".*", STOCHASTIC, types=way.foreign)
-        layer = way.operation(way.foreign_layer("product"), rule, **options)
-        first, again, other = (
-            way.run_own(layer, OWN, X, jax.random.key(seed)) for seed in (1, 1, 2)
-        )
-        assert_equal(first, again)
-        assert np.any(first != other)
-
     def test_it_multiplies_by_what_is_stored(self, way: Any):
         """By the codes, which a cast by the recipe would change."""
         stored = mx_jax.quantize(OWN, "mxfp8_e4m3", axis=1)

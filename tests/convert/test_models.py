@@ -355,30 +355,6 @@ class TestCallsOfNnx:
         assert converted.seen == 1
         np.testing.assert_array_equal(converted.last[...], x)
 
-    @pytest.mark.slow
-    def test_below_a_scan_of_layers(self):
-        """A stack made by nnx.vmap, which the model runs."""
-
-        @nnx.split_rngs(splits=2)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Einsum:
-            return Einsum("bd,df->bf", (64, 64), rngs)
-
-        class Stack(nnx.Module):
-            def __init__(self, rngs: nnx.Rngs):
-                self.layers = stack(rngs)
-
-            def __call__(self, x: jax.Array) -> jax.Array:
-                scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-                return scan(lambda x, layer: layer(x))(x, self.layers)
-
-        model, x = Stack(nnx.Rngs(0)), jnp.ones((3, 64))
-        expected = x
-        for w in model.layers.w[...]:
-            expected = mx_jax.einsum("bd,df->bf", expected, w, recipe=MXFP8)
-        converted = convert.nnx(model, Rule("layers", MXFP8), strict=True)
-        np.testing.assert_allclose(nnx.jit(converted)(x), expected, rtol=1e-5)
-
     def test_adapters_follow_rules_that_name_them(self):
         """They are trained beside what rules quantize."""
         model, x = nnx.LoRALinear(64, 8, lora_rank=4, rngs=nnx.Rngs(0)), jnp.ones((2, 64))
@@ -388,19 +364,3 @@ class TestCallsOfNnx:
         assert products(run, state, x) == {"dot_general": 2, "mx_matmul": 1}
         run, _ = as_function(convert.nnx(model, [ALL, Rule(".*", MXFP8, types=nnx.LoRA)]))
         assert products(run, state, x) == {"mx_matmul": 3}
-
-    def test_a_tied_head_of_flaxs_embedding(self):
-        """It follows rules that name the type."""
-
-        class Tied(nnx.Module):
-            def __init__(self, rngs: nnx.Rngs):
-                self.embed, self.w = nnx.Embed(7, 64, rngs=rngs), nnx.Param(jnp.ones((64, 64)))
-
-            def __call__(self, tokens: jax.Array) -> jax.Array:
-                return self.embed.attend(self.embed(tokens) @ self.w[...])
-
-        model = Tied(nnx.Rngs(0))
-        both = [Rule(".*", MXFP8, types=nnx.Embed), ALL]
-        for rules, kept in ((ALL, {"dot_general": 1}), (both, {})):
-            run, state = as_function(convert.nnx(model, rules))
-            assert products(run, state, TOKENS) == {**kept, "mx_matmul": 2 - len(kept)}
