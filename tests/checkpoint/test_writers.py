@@ -33,6 +33,15 @@ def save(folder: Path, number: int, **changed: Any) -> None:
     checkpoint.save(folder, generation(number) | changed, max_shard_size=16)
 
 
+def entry(fetch: Callable[[], np.ndarray]) -> Entry:
+    """A tensor that is fetched while a save writes it."""
+    return Entry((4,), np.dtype(np.float32), fetch)
+
+
+def interrupt() -> np.ndarray:
+    raise KeyboardInterrupt
+
+
 def loaded(path: Path) -> int:
     """The one number that all three tensors of a checkpoint hold."""
     tree = checkpoint.load(path)
@@ -61,8 +70,8 @@ def a_save_that_stops(folder: Path, number: int) -> Iterator[threading.Thread]:
         assert go_on.wait(60)
         return np.full(4, number, np.float32)
 
-    slow = Entry((4,), np.dtype(np.float32), fetch)
-    thread = threading.Thread(target=save, args=(folder, number), kwargs={"b": slow})
+    options = {"b": entry(fetch)}
+    thread = threading.Thread(target=save, args=(folder, number), kwargs=options)
     thread.start()
     assert begun.wait(60)
     try:
@@ -153,10 +162,9 @@ def test_without_locks_an_error_and_the_earlier_checkpoint(
         save(tmp_path, 2)
         return np.ones(4, np.float32)
 
-    with pytest.raises(
-        ValueError, match=r"-00001-of-00003\.safetensors was removed before all was"
-    ):
-        save(tmp_path, 3, b=Entry((4,), np.dtype(np.float32), fetch))
+    complaint = r"-00001-of-00003\.safetensors was removed before all was"
+    with pytest.raises(ValueError, match=complaint):
+        save(tmp_path, 3, b=entry(fetch))
     assert loaded(tmp_path) == 2
 
 
@@ -304,11 +312,10 @@ def test_what_was_never_finished_goes_before_anything_is_written(
         fetched.append(names(tmp_path))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    entry = Entry((4,), np.dtype(np.float32), full)
+    tree = generation(2) | {"a": entry(full)}
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):
-            trees = {"a": entry} | {name: np.full(4, 2, np.float32) for name in "bc"}
-            checkpoint.save(tmp_path, trees, max_shard_size=16, resume=resume)
+            checkpoint.save(tmp_path, tree, max_shard_size=16, resume=resume)
     assert all({*first} <= {*there} and len(there) <= 5 for there in fetched)
     assert names(tmp_path) == first and loaded(tmp_path) == 1
 
@@ -319,11 +326,8 @@ def test_a_damaged_index_may_still_be_mended(tmp_path: Path):
     index = (tmp_path / INDEX).read_bytes()
     (tmp_path / INDEX).write_bytes(index[:-9])
 
-    def fetch() -> np.ndarray:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2, b=Entry((4,), np.dtype(np.float32), fetch))
+        save(tmp_path, 2, b=entry(interrupt))
     (tmp_path / INDEX).write_bytes(index)
     assert loaded(tmp_path) == 1
     (tmp_path / INDEX).write_bytes(index[:-9])
@@ -336,11 +340,8 @@ def test_an_index_of_a_save_that_was_stopped_does_not_outlive_the_file(tmp_path:
     """It names the tensors of the model.safetensors that was there."""
     checkpoint.save(tmp_path / files.WHOLE, generation(1))
 
-    def fetch() -> np.ndarray:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2, b=Entry((4,), np.dtype(np.float32), fetch))
+        save(tmp_path, 2, b=entry(interrupt))
     assert len(names(tmp_path)) == 3 and loaded(tmp_path) == 1
     checkpoint.save(tmp_path / files.WHOLE, {"new": np.ones(3, np.float32)})
     assert names(tmp_path) == [files.WHOLE]

@@ -44,7 +44,7 @@ def test_closed_streams_are_no_error(file: Path, monkeypatch: pytest.MonkeyPatch
 
 # Without JAX: what the program does around a command, which a stand-in has the place of.
 STOPPED = """
-import importlib.util, os, signal, sys, time
+import gc, importlib.util, os, signal, sys, time
 from types import ModuleType
 
 cli = sys.modules["mx_jax.commands"] = ModuleType("cli")
@@ -56,62 +56,49 @@ spec.loader.exec_module(program)
 # Ignored, if who runs the tests ignores it, as shells have commands in the background do.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def run(arguments=None, started=None):
-    started()
-    os.kill(os.getpid(), signal.{name})
-    signal.pause()
-
-cli.main = run
-sys.exit(program._run())
-"""
-
-
-# The same, where the signal comes while Python calls back, and drops what is raised.
-IN_A_CALLBACK = """
-import gc
-def callback(phase, facts):
-    gc.callbacks.remove(callback)
+def kill(*facts):
+    gc.callbacks.clear()
     os.kill(os.getpid(), signal.{name})
     sum(range(1000))
 
 def run(arguments=None, started=None):
     started()
-    gc.callbacks.append(callback)
-    gc.collect()
-    for _ in range(2000):
-        time.sleep(0.005)
+    {command}
+
+cli.main = run
+sys.exit(program._run())
 """
-
-
-@pytest.mark.parametrize("where", ["", IN_A_CALLBACK])
-@pytest.mark.parametrize(
-    ("name", "status", "said"), [("SIGINT", 130, "mx_jax: interrupted\n"), ("SIGTERM", 143, "")]
-)
-def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: str, where: str):
-    script = STOPPED.replace("cli.main = run", f"{where}\ncli.main = run").format(name=name)
-    words = [sys.executable, "-c", script]
-    result = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (result.returncode, result.stderr) == (status, said)
-
-
+WAITS = "kill(); signal.pause()"
+# The signal comes while Python calls back, and drops what is raised.
+CALLS_BACK = "gc.callbacks.append(kill); gc.collect(); [time.sleep(0.005) for _ in range(2000)]"
 # What is raised may be dropped, or become another error, as in the modules of a library.
-@pytest.mark.parametrize("after", ["pass", "raise ImportError"])
-def test_an_interruption_that_is_caught(after: str):
-    caught = f"""
-def run(arguments=None, started=None):
-    started()
+CATCHES = """
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        kill()
         signal.pause()
     except BaseException:
-        {after}
+        {}
     return 0
 """
-    script = STOPPED.replace("cli.main = run", f"{caught}\ncli.main = run").format(name="SIGINT")
-    done = run_python("-c", script)
-    assert (done.returncode, done.stderr) == (130, "mx_jax: interrupted\n")
+ON_CTRL_C = (130, "mx_jax: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "expected"),
+    [
+        ("SIGINT", WAITS, ON_CTRL_C),
+        ("SIGTERM", WAITS, (143, "")),
+        ("SIGINT", CALLS_BACK, ON_CTRL_C),
+        ("SIGTERM", CALLS_BACK, (143, "")),
+        ("SIGINT", CATCHES.format("pass"), ON_CTRL_C),
+        ("SIGINT", CATCHES.format("raise ImportError"), ON_CTRL_C),
+    ],
+)
+def test_a_stopped_command_says_one_line_at_most(
+    name: str, command: str, expected: tuple[int, str]
+):
+    done = run_python("-c", STOPPED.format(name=name, command=command))
+    assert (done.returncode, done.stderr) == expected
 
 
 @pytest.mark.parametrize("module", ["ml_dtypes", "flax"])
@@ -132,7 +119,7 @@ raise SystemExit(7)
     start += "runpy.run_module('mx_jax', run_name='__main__')"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run_python("-c", start, PYTHONPATH=path)
-    assert (done.returncode, done.stderr) == (130, "mx_jax: interrupted\n")
+    assert (done.returncode, done.stderr) == ON_CTRL_C
 
 
 def test_importing_mx_jax_leaves_ctrl_c_alone():

@@ -289,7 +289,6 @@ class Function(Way):
 
 
 WAYS = {"linen": Linen(), "nnx": Nnx(), "function": Function()}
-OWN_LAYERS = [name for name, way in WAYS.items() if way.foreign]
 
 
 @pytest.fixture
@@ -299,7 +298,6 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
 of_flax = pytest.mark.parametrize("way", ["linen", "nnx"], indirect=True)
-with_own_layers = pytest.mark.parametrize("way", OWN_LAYERS, indirect=True)
 
 
 def assert_equal(left: Any, right: Any) -> None:
@@ -413,7 +411,7 @@ class TestConversion:
             way.convert(["mxfp8"])
 
 
-@with_own_layers
+@of_flax
 class TestOwnLayers:
     """A layer that conversion does not know and that multiplies by name."""
 

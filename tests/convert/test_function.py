@@ -26,16 +26,13 @@ RECIPE = MXFP8
 ALL = Rule(".*", RECIPE)
 BY_HAND = functools.partial(mx_jax.matmul, recipe=RECIPE)
 KEY = jax.random.key(3)
-SLOW = pytest.mark.slow
 _rng = np.random.default_rng(0)
 W = jnp.asarray(_rng.standard_normal((2, 32, 32), np.float32) / 6)
 X = jnp.asarray(_rng.standard_normal((4, 32), np.float32))
 MESH = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
 
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
-
-def everywhere(dot: Dot) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def everywhere(dot: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A product in each kind of region, in a scope named after it."""
 
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -64,7 +61,9 @@ def decisions(fn: Any, *args: Any, **options: Any) -> dict[str, convert.Decision
     "transform",
     [
         pytest.param(lambda fn: fn, id="forward"),
-        pytest.param(functools.partial(jax.grad, argnums=(0, 1)), id="gradient", marks=SLOW),
+        pytest.param(
+            functools.partial(jax.grad, argnums=(0, 1)), id="gradient", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_region(transform: Any):
@@ -113,10 +112,6 @@ def own_gradient(x: jax.Array) -> jax.Array:
 
 
 own_gradient.defvjp(lambda x: (own_gradient(x), None), lambda _, g: (g,))
-
-
-def own_gradient_of(x: jax.Array) -> jax.Array:
-    return jax.grad(lambda x: own_gradient(x).sum())(x)
 
 
 @jax.custom_jvp
@@ -260,7 +255,7 @@ def test_calls_are_traced_once():
     sets = convert.function(lambda x, names: x @ W[0] * len(names), kept)
     assert np.all(sets(X, {1, 2}) == 2 * sets(X, {1})), "they have no hash"
     assert convert.function(converted, [], weights=0).function is fn
-    assert pickle.loads(pickle.dumps(convert.function(own_gradient_of, ALL))).rules == (ALL,)
+    assert pickle.loads(pickle.dumps(convert.function(loss_of_tree, ALL))).rules == (ALL,)
 
 
 def test_rules_that_match_nothing():

@@ -27,10 +27,6 @@ def interrupted(call, at_step, checkpoints):
     assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "5"}
 
 
-def largest_file(folder: Path) -> Path:
-    return max(folder.rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
-
-
 def cut_short(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -46,7 +42,8 @@ def flip_a_bit(path: Path) -> None:
 def test_a_damaged_checkpoint_sends_the_run_back_to_the_one_before(
     damage, call, interrupted, checkpoints, capfd
 ):
-    damaged = largest_file(checkpoints / "5")
+    files = (checkpoints / "5").rglob("*")
+    damaged = max(files, key=lambda path: path.is_file() * path.stat().st_size)
     damage(damaged)
     assert call(*OPTIONS, "--resume") == 0
     assert capfd.readouterr().err.splitlines()[-1] == (
