@@ -109,11 +109,9 @@ class Recurrent(nn.Module):
 class Twice(nn.Module):
     """One class twice, which nn.jit compiles once for both."""
 
-    wrap: Callable[..., Any] = nn.jit
-
     @nn.compact
     def __call__(self, x):
-        block = self.wrap(Block)
+        block = nn.jit(Block)
         return block(name="second")(block(name="first")(x))
 
 
