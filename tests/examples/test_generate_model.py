@@ -183,3 +183,35 @@ def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
     assert not can_join([first, mx_jax.quantize(x, "nvfp4", tensor_scale=0.02)])
     assert not can_join([first, mx_jax.quantize(x, "mxfp4")])
     assert not can_join([first, x])
+
+
+# SmolLM2-135M itself, in float32: logits of transformers, tokens of llama.cpp --------------------
+
+SMOLLM2 = json.loads(Path(__file__).with_name("smollm2.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return open_model(tiny.smollm2())
+
+
+@pytest.mark.slow
+def test_logits_of_smollm2(smollm2):
+    params = params_of(smollm2.weights, smollm2.config, smollm2.names)
+    tokens = np.array([SMOLLM2["tokens"]], np.int32)
+    apply = jax.jit(Llama(smollm2.config, HIGH).apply)
+    logits, _ = apply({"params": params}, tokens)
+    # Every 997th of each token's; they reach 34.
+    np.testing.assert_allclose(logits[0, :, ::997], SMOLLM2["logits"], atol=2e-4)
+
+
+@pytest.mark.slow
+def test_tokens_of_smollm2(smollm2):
+    pytest.importorskip("tokenizers")
+    tokenizer = smollm2.tokenizer()
+    for case in SMOLLM2["llama.cpp"]:
+        assert tokenizer.encode(case["text"]) == case["tokens"], case["text"]
+    plain = SMOLLM2["llama.cpp"][1]
+    assert tokenizer.decode(plain["tokens"]) == plain["text"]
+    assert tokenizer.stop == {2}
+    assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant" in tokenizer.chat("Why?")
