@@ -321,22 +321,6 @@ def test_without_decoding_it_is_flaxs_own():
         model(X[:, :1])
 
 
-def test_a_function_of_ones_own_gets_the_decoded_rows():
-    calls = []
-
-    def attend(query: Any, keys: Any, values: Any, **options: Any) -> jax.Array:
-        calls.append((keys.shape, np.asarray(options["mask"])[0, 0, 0]))
-        return nnx.dot_product_attention(query, keys, values, mask=options["mask"])
-
-    layer = in_nnx(attention_fn=attend)
-    layer(X[:, :1])
-    mask = jnp.array([False, True, True, True])[None, None, None]
-    layer(X[:, 1:2], mask=jnp.broadcast_to(mask, (BATCH, 1, 1, LENGTH)))
-    assert [shape for shape, _ in calls] == [(BATCH, LENGTH, HEADS, FEATURES)] * 2
-    np.testing.assert_array_equal(calls[0][1], [True, False, False, False])
-    np.testing.assert_array_equal(calls[1][1], [False, True, False, False])
-
-
 def test_a_layer_with_its_cache_is_pickled():
     layer, step = in_nnx(), nnx.jit(lambda layer, x: layer(x))
     step(layer, X[:, :3])

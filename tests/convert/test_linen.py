@@ -17,7 +17,7 @@ from mx_jax.convert import Rule
 from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
-from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, products, recipe_names
+from .helpers import MXFP8, STOCHASTIC, products, recipe_names
 from .linen_models import MODELS, WIDTH, Block, Compact, Twice, example_input
 
 ALL, KEPT = Rule(".*", MXFP8), Rule(".*", None)
@@ -101,98 +101,64 @@ def test_a_cell_that_joins_its_parameters():
     assert 0 < abs(joined - quick(model.apply)(variables, x)).max() < 0.1
 
 
-class TestModule:
-    """The converted module as a module."""
-
-    def test_clone_and_deepcopy(self):
-        converted = convert.linen(nn.Dense(3), KEPT)
-        assert converted.features == 3
-        assert converted.clone() == converted
-        assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
-        model = convert.linen(Block(), ALL)
-        assert copy.deepcopy(model) == model
-
-    def test_own_equality_and_hash_stay(self):
-        class Odd(nn.Module):
-            config: dict[str, int]
-
-            def __eq__(self, other: object) -> bool:
-                return isinstance(other, Odd) and self.config == other.config
-
-            def __hash__(self) -> int:
-                return 17
-
-        converted = convert.linen(Odd({"a": 1}), KEPT)
-        assert converted == convert.linen(Odd({"a": 1}), KEPT)
-        assert hash(converted) == hash(convert.linen(Odd({"a": 1}), KEPT))
-
-    def test_methods_by_name_function_and_lambda(self):
-        class Model(nn.Module):
-            def setup(self):
-                self.encoder = nn.Dense(5)
-
-            def encode(self, x):
-                return self.encoder(x)
-
-            def __call__(self, x):
-                return self.encode(x)
-
-        model, x = Model(), jnp.ones((2, WIDTH))
-        converted = convert.linen(model, Rule("encoder", MXFP8))
-        variables = abstract_init(model, x)
-        expected = program(converted, variables, x)
-        assert expected != program(model, variables, x)
-        assert program(converted, variables, x, method="encode") == expected
-        assert program(converted, variables, x, method=Model.encode) == expected
-        by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
-        assert by_lambda == expected
-
-    def test_nothing_stays_behind_after_an_error(self):
-        class Fails(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                nn.Dense(4)(x)
-                raise RuntimeError
-
-        dense, x = nn.Dense(4), jnp.ones((2, WIDTH))
-        before = program(dense, abstract_init(dense, x), x)
-        with pytest.raises(RuntimeError):
-            convert.linen(Fails(), ALL).init(jax.random.key(0), x)
-        assert program(dense, abstract_init(dense, x), x) == before
+def test_clone_and_deepcopy():
+    converted = convert.linen(nn.Dense(3), KEPT)
+    assert converted.features == 3
+    assert converted.clone() == converted
+    assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
+    model = convert.linen(Block(), ALL)
+    assert copy.deepcopy(model) == model
 
 
-class TestLayers:
-    """What becomes of each kind of layer."""
+def test_methods_by_name_function_and_lambda():
+    class Model(nn.Module):
+        def setup(self):
+            self.encoder = nn.Dense(5)
 
-    def test_a_subclass(self):
-        class Scaled(nn.Einsum):
-            @nn.compact
-            def __call__(self, inputs, einsum_str=None):
-                return 2 * super().__call__(inputs, einsum_str)
+        def encode(self, x):
+            return self.encoder(x)
 
-        x = example_input()
-        scaled = Scaled((WIDTH, 6), "btk,kn->btn")
-        model = nn.Sequential([scaled])
-        assert recipe_names(model, ALL, x) == {"layers_0": "mxfp8"}
-        variables = quick(model.init)(jax.random.key(0), x)
-        doubled = convert.linen(model, Rule(".*", WEIGHT_ONLY)).apply(variables, x)
-        plain = mx_jax.nn.linen.Einsum((WIDTH, 6), "btk,kn->btn", recipe=WEIGHT_ONLY)
-        once = plain.apply({"params": variables["params"]["layers_0"]}, x)
-        np.testing.assert_array_equal(doubled, 2 * once)
+        def __call__(self, x):
+            return self.encode(x)
 
-    def test_applied_with_parameters_of_its_own_making(self):
-        class Tied(nn.Module):
-            def setup(self):
-                self.embed = nn.Embed(7, WIDTH)
-                self.decoder = nn.Dense(7, use_bias=False)
+    model, x = Model(), jnp.ones((2, WIDTH))
+    converted = convert.linen(model, Rule("encoder", MXFP8))
+    variables = abstract_init(model, x)
+    expected = program(converted, variables, x)
+    assert expected != program(model, variables, x)
+    assert program(converted, variables, x, method="encode") == expected
+    assert program(converted, variables, x, method=Model.encode) == expected
+    by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
+    assert by_lambda == expected
 
-            def __call__(self, tokens):
-                x = self.embed(tokens)
-                kernel = self.embed.variables["params"]["embedding"].T
-                return self.decoder.apply({"params": {"kernel": kernel}}, x)
 
-        tokens = jnp.ones((2, 3), jnp.int32)
-        assert recipe_names(Tied(), Rule("decoder", MXFP8), tokens)["decoder"] == "mxfp8"
+def test_nothing_stays_behind_after_an_error():
+    class Fails(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Dense(4)(x)
+            raise RuntimeError
+
+    dense, x = nn.Dense(4), jnp.ones((2, WIDTH))
+    before = program(dense, abstract_init(dense, x), x)
+    with pytest.raises(RuntimeError):
+        convert.linen(Fails(), ALL).init(jax.random.key(0), x)
+    assert program(dense, abstract_init(dense, x), x) == before
+
+
+def test_applied_with_parameters_of_its_own_making():
+    class Tied(nn.Module):
+        def setup(self):
+            self.embed = nn.Embed(7, WIDTH)
+            self.decoder = nn.Dense(7, use_bias=False)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            kernel = self.embed.variables["params"]["embedding"].T
+            return self.decoder.apply({"params": {"kernel": kernel}}, x)
+
+    tokens = jnp.ones((2, 3), jnp.int32)
+    assert recipe_names(Tied(), Rule("decoder", MXFP8), tokens)["decoder"] == "mxfp8"
 
 
 def test_errors():

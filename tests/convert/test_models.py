@@ -17,14 +17,14 @@ from flax import nnx
 from jax import lax
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import convert
 from mx_jax.convert import Rule
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, as_function, products
 
 TOKENS = jnp.arange(6).reshape(2, 3)
-ALL, OTHER = Rule(".*", MXFP8), recipes.mxfp4()
+ALL = Rule(".*", MXFP8)
 
 
 class Conv1D(nn.Module):
@@ -270,23 +270,6 @@ def call_once(model: Any) -> jax.Array:
 
 
 class TestLlama:
-    def test_rules_by_path_type_and_product(self):
-        framework = Nnx()
-        rules = [
-            Rule("embedder", None),
-            Rule(".*/attn/.*->.*", OTHER, types=Attention),
-            Rule("layers/0/.*", MXFP8, types=Einsum),
-            Rule("layers/1/.*", MXFP8, types=convert.DotGeneral),
-        ]
-        report = convert.report(framework.model, rules, TOKENS)
-        assert [decision.rule for decision in report.decisions] == [
-            *[2, 2, 1, 1, 2, None, None],
-            *[3, 3, 1, 1, 3, 3, 3],
-            0,
-        ]
-        made = products(framework.run(*rules), framework.params, TOKENS)
-        assert made == {"dot_general": 3, "mx_matmul": 12}
-
     def test_what_is_told_when(self):
         """Without a call the products are not known; with one, rules that matched none are."""
         model = Llama(nnx.Rngs(0))

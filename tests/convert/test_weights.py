@@ -249,13 +249,6 @@ def test_an_nnx_model_gives_the_numbers_of_its_conversion():
     assert type(served.up.kernel) is nnx.Param
 
 
-def test_an_nnx_report_says_why():
-    with pytest.warns(convert.UnusedRuleWarning):
-        report = convert.weights_report(NnxModel(nnx.Rngs(0)), NNX_RULES)
-    reasons = {d.layer.path: d.reason for d in report.decisions}
-    assert len(reasons) == 8 and not any(reasons.values())
-
-
 @needs_library
 @pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])
 def test_an_nnx_embedding_is_looked_up_and_attended_to_in_codes(pack: bool):
