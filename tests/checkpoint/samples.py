@@ -89,22 +89,22 @@ def samples() -> list[Sample]:
     config = {"torch_dtype": "float32", "quantization_config": compressed}
     modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     made = {
-        "own": written({"a": {0: mx, "b": nv}} | norm),
+        "mx_jax": written({"a": {0: mx, "b": nv}} | norm),
         "compressed-tensors": written({"a.weight": mx} | norm, packed, config),
         "gpt-oss": written({"a": mx} | norm, "gpt-oss"),
         "modelopt": written({"a.weight": nv} | norm, "modelopt-nvfp4", **parts)
         | {"hf_quant_config.json": json.dumps(modelopt).encode()},
         "torchao": written(theirs | norm, "torchao"),
         # What config.json states, and what `convert` makes of layouts.
-        "own shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
+        "mx_jax shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
         "stated": stated({"a.weight": one} | norm, packed),
         "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
         "gpt-oss apart": stated(experts | norm, "gpt-oss"),
         "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
     }
     readers = {
-        "own": load,
-        "own shards": load_shards,
+        "mx_jax": load,
+        "mx_jax shards": load_shards,
         "gpt-oss apart": convert_to("--to", "compressed-tensors"),
         "transcoded": convert_to("--to", "modelopt-nvfp4"),
     }

@@ -117,7 +117,7 @@ def test_integers_that_do_not_fit(dtype: str, tmp_path: Path):
         assert checkpoint.load(path)["step"]["ids"].tolist() == [3, 1 << 40]
 
 
-def test_own_files_are_read_as_no_other_layout(tmp_path: Path):
+def test_files_of_mx_jax_are_read_as_no_other_layout(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     checkpoint.save(path, {"x": jnp.ones(3)})
     assert [*checkpoint.read(path, layout="mx_jax")] == ["x"]

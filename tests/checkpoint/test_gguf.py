@@ -149,7 +149,7 @@ def test_files_that_lie(content: bytes, complaint: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 64, 256])
-def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
+def test_another_alignment(alignment: int, tmp_path: Path):
     """Where the first tensor begins, and each after it."""
     pairs = {KEY: (U32, struct.pack("<I", alignment))}
     tensors = {
@@ -190,7 +190,7 @@ LEFT = {number: row for number, row in GGUF_TYPES.items() if row.decode is None}
 MADE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
 
 
-def test_sizes_are_those_of_ggufs_own_package():
+def test_sizes_are_those_of_the_package_gguf():
     sizes = pytest.importorskip("gguf").GGML_QUANT_SIZES
     result = {number: (row.block, row.nbytes) for number, row in GGUF_TYPES.items()}
     assert result == {int(kind): size for kind, size in sizes.items() if int(kind) in result}
@@ -220,7 +220,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         read(tmp_path, gguf({"x": Tensor(14, (256,), bytes(210))}))
 
 
-def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
+def test_against_the_package_gguf(tmp_path: Path, rng: np.random.Generator):
     """What it writes is read as it reads it."""
     peer = pytest.importorskip("gguf")
     quants = pytest.importorskip("gguf.quants")

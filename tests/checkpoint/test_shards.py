@@ -83,7 +83,7 @@ class Failing(Mapping[str, Any]):
         return copy
 
 
-def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
+def test_resumed(weights: dict[str, Any], tmp_path: Path):
     """What was written before stays; a folder without an index is not read."""
     with pytest.raises(OSError, match="disk full"):
         checkpoint.write(tmp_path, Failing(weights, "2.weight"), layout=LAYOUT, max_shard_size=300)
@@ -170,7 +170,7 @@ def test_one_weight_in_memory(weights: dict[str, Any], tmp_path: Path):
     assert counted.fetched == [*weights, *weights]
 
 
-def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
+def test_trees(weights: dict[str, Any], tmp_path: Path):
     """Each describes its own tensors, codes and scales in one file; together they are the tree."""
     tree = {"layers": {i: {"kernel": weights[f"{i}.weight"]} for i in range(4)}}
     tree |= {"norm": weights["norm"]}

@@ -21,7 +21,7 @@ from mx_jax.formats import BLOCK_FORMATS, MXFP4, MXFP6_E2M3, NVFP4, BlockFormat
 from tests.checkpoint.stored import assert_same, draw
 from tests.needs import needs_library
 
-OWN = BlockFormat(
+CUSTOM = BlockFormat(
     name="mine",
     element=formats.ElementFormat(name="e2m2", exponent_bits=2, mantissa_bits=2, bias=1),
     scale=dataclasses.replace(formats.E8M0, name="mine_too"),
@@ -32,8 +32,8 @@ OWN = BlockFormat(
 @pytest.mark.parametrize(
     ("format", "shape", "axis"),
     [
-        *((format, (3, 70), -1) for format in (*BLOCK_FORMATS, OWN)),
-        *((format, (2, 33, 5), -2) for format in (MXFP6_E2M3, NVFP4, formats.NVFP4_2D, OWN)),
+        *((format, (3, 70), -1) for format in (*BLOCK_FORMATS, CUSTOM)),
+        *((format, (2, 33, 5), -2) for format in (MXFP6_E2M3, NVFP4, formats.NVFP4_2D, CUSTOM)),
         (formats.block_format("mxfp8_e4m3_2d"), (2, 33, 70), -2),
     ],
     ids=str,
@@ -93,7 +93,7 @@ def test_without_axes(rng: np.random.Generator):
     assert_same(checkpoint.from_wire(checkpoint.to_wire(x)), x)
 
 
-def test_arrays_of_a_reader_are_taken_too(rng: np.random.Generator):
+def test_arrays_of_a_reader(rng: np.random.Generator):
     """np.savez and its like, and arrays that came back on a device."""
     x, file = draw(NVFP4, (4, 32), rng), io.BytesIO()
     np.savez(file, **checkpoint.to_wire(x))

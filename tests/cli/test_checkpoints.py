@@ -110,7 +110,7 @@ def test_several_files(model: Path, tmp_path: Path, cli: Cli):
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "notes.md"]
 
 
-def test_an_interrupted_run_is_taken_up_by_its_like_alone(
+def test_only_the_same_command_resumes_an_interrupted_run(
     model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
     """Files of another format of scales would be mixed with them, all under one header."""
@@ -308,7 +308,7 @@ def test_numbers_of_gguf_stay_what_they_are(tmp_path: Path, out: Path, cli: Cli)
         checkpoint.read(path)["f"]
 
 
-def test_values_beyond_a_dtype_are_counted(tmp_path: Path, out: Path, cli: Cli):
+def test_values_above_the_largest_of_a_dtype_are_counted(tmp_path: Path, out: Path, cli: Cli):
     path = tmp_path / "a.safetensors"
     rows = np.full((4, 64), 2.0, np.float32)
     rows[1, :2] = 1e5, -1e5
@@ -440,7 +440,7 @@ def test_the_same_to_the_bit(a: np.ndarray, b: np.ndarray, result: str):
     assert (actual.result, actual.values) == (result, int(result == "differs"))
 
 
-def test_an_error_beyond_53_bits():
+def test_an_error_of_more_than_53_bits():
     result = difference("x", numbers(2**53 + 1, dtype="int64"), numbers(2**53, dtype="int64"))
     assert (result.result, result.max_error) == ("differs", 1)
 

@@ -116,9 +116,9 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     stated = json.loads((out / "config.json").read_text())["quantization_config"]
     assert stated["ignore"] == ["model.layers.0.mlp.router", "lm_head"]
     # Elsewhere experts stay together; another model's gate and up may not take turns.
-    checkpoint.save(tmp_path / "own.safetensors", weights)
+    checkpoint.save(tmp_path / "ours.safetensors", weights)
     alone = tmp_path / "alone.safetensors"
-    said = cli.error("convert", tmp_path / "own.safetensors", alone, *words[3:])
+    said = cli.error("convert", tmp_path / "ours.safetensors", alone, *words[3:])
     assert "2 of 5 tensors cannot be stored as mxfp4-pack-quantized without loss" in said
     released = tmp_path / "released.safetensors"
     weights = {"mlp.mlp1_weight": fused["down_proj"].mT}
@@ -148,7 +148,7 @@ def test_gpt_oss_as_its_unquantized_model(
     theirs = {f"{name}_blocks": codes, f"{name}_scales": scales}
     theirs[f"{name}_bias"] = np.ones((2, 32), np.float32)
     released, again, exact = tmp_path / "released", tmp_path / "again", tmp_path / "exact"
-    ours = tmp_path / "own"
+    ours = tmp_path / "ours"
     put_model(released, theirs, {"model_type": "gpt_oss"})
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(2, 32, 32)
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -106,7 +106,7 @@ class Recurrent(nn.Module):
         return cell(name="cell")(jnp.zeros((x.shape[0], 6)), x)[1]
 
 
-class Twice(nn.Module):
+class Repeated(nn.Module):
     """One class twice, which nn.jit compiles once for both."""
 
     @nn.compact

@@ -155,7 +155,7 @@ def by_hand(num_heads: int, format: Any, x: Any) -> Any:
 @pytest.mark.slow(but="mxfp8-Linen|nvfp4-fixed-Nnx")
 @each
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", FIXED], ids=["mxfp8", "nvfp4-fixed"])
-def test_it_decodes_as_the_librarys_own_cache(way: Any, format: Any):
+def test_it_decodes_as_the_librarys_cache(way: Any, format: Any):
     model = way(rule(format))
     y = model.decode(X)
     expected, cache = by_hand(way.num_heads, format, X)
@@ -214,7 +214,7 @@ def without_mask(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arra
     return query
 
 
-class OwnCall(nnx.MultiHeadAttention):
+class OtherCall(nnx.MultiHeadAttention):
     def __call__(self, inputs_q: jax.Array, *args: Any, **options: Any) -> jax.Array:
         return inputs_q
 
@@ -225,11 +225,11 @@ class OwnCall(nnx.MultiHeadAttention):
         (lambda: Linen(decode=False), "decode=False"),
         (lambda: Linen(attention_fn=without_mask), "its attention_fn takes no mask"),
         (lambda: Nnx(attention_fn=without_mask), "its attention_fn takes no mask"),
-        (lambda: Nnx(kind=OwnCall), "has a call of its own"),
+        (lambda: Nnx(kind=OtherCall), "has a call of its own"),
     ],
     ids=["linen-decode", "linen-mask", "nnx-mask", "nnx-call"],
 )
-def test_what_stays_is_told(model: Any, reason: str):
+def test_reasons_of_what_stays(model: Any, reason: str):
     report = model().report(rule("mxfp4"))
     assert {decision.layer.path: decision.reason for decision in report.decisions}[
         "cache"
@@ -313,7 +313,7 @@ def test_the_way_back():
     assert back.cache_index[...] == LENGTH and back.cache_index is not model.cache_index
 
 
-def test_without_decoding_it_is_flaxs_own():
+def test_without_decoding_it_is_flaxs():
     model = in_nnx()
     np.testing.assert_array_equal(model(X, decode=False), Nnx().model(X, decode=False))
     model.cached_key = None
@@ -347,7 +347,7 @@ def test_threads_share_a_layer():
     assert layer.cache_index[...] <= 8, "calls that do not decode count nothing"
 
 
-def test_an_init_cache_of_ones_own_is_called():
+def test_an_overridden_init_cache_is_called():
     class Counting(nnx.MultiHeadAttention):
         def init_cache(self, *args: Any, **options: Any) -> None:
             super().init_cache(*args, **options)

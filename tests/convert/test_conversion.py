@@ -33,7 +33,7 @@ _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
 TABLE = jnp.asarray(_rng.standard_normal((9, 33), np.float32))
 ATTENDED = jnp.asarray(_rng.standard_normal((2, 6, WIDTH), np.float32))
-OWN = jnp.asarray(_rng.standard_normal((2, 40, 8), np.float32) / 6)
+KERNEL = jnp.asarray(_rng.standard_normal((2, 40, 8), np.float32) / 6)
 KERNELS: Kernels = {
     "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
     "down": jnp.asarray(_rng.standard_normal((64, 8), np.float32) / 6),
@@ -63,17 +63,17 @@ def by_name(kind: str, x: Any, w: Any, dot: Any = jnp.matmul, ragged: Any = lax.
     return x + w[0, 0, 0]
 
 
-class Own(nn.Module):
+class Custom(nn.Module):
     kind: str
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return by_name(self.kind, x, self.param("w", nn.initializers.ones, OWN.shape))
+        return by_name(self.kind, x, self.param("w", nn.initializers.ones, KERNEL.shape))
 
 
-class NnxOwn(nnx.Module):
+class NnxCustom(nnx.Module):
     def __init__(self, kind: str):
-        self.w, self.kind = nnx.Param(OWN), kind
+        self.w, self.kind = nnx.Param(KERNEL), kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return by_name(self.kind, x, self.w[...])
@@ -106,7 +106,7 @@ class Way:
         return recipe_names(model, rules, *(() if alone else (x,)))
 
 
-def own_attention(query, key, value, mask=None, **options):
+def value_alone(query, key, value, mask=None, **options):
     return value
 
 
@@ -133,7 +133,7 @@ class LinenModel(nn.Module):
 
 
 class Linen(Way):
-    operation, foreign = staticmethod(convert.linen), Own
+    operation, foreign = staticmethod(convert.linen), Custom
 
     def model(self, kernels: Kernels = KERNELS) -> Any:
         return LinenModel()
@@ -146,9 +146,9 @@ class Linen(Way):
         return convert.report(self.model(), rules, X, **options)
 
     def foreign_layer(self, kind: str) -> Any:
-        return Own(kind)
+        return Custom(kind)
 
-    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+    def run_custom(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
         return layer.apply({"params": {"w": w}}, x, rngs=None if key is None else {"quantize": key})
 
     def kinds(self, attention_fn: Any = None) -> Any:
@@ -209,7 +209,7 @@ def with_key(state: Any, key: Any) -> Any:
 
 
 class Nnx(Way):
-    operation, foreign = staticmethod(convert.nnx), NnxOwn
+    operation, foreign = staticmethod(convert.nnx), NnxCustom
 
     def model(self, kernels: Kernels = KERNELS) -> Any:
         return NnxModel(kernels)
@@ -228,9 +228,9 @@ class Nnx(Way):
         return nnx.graphdef(model)
 
     def foreign_layer(self, kind: str) -> Any:
-        return NnxOwn(kind)
+        return NnxCustom(kind)
 
-    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
+    def run_custom(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
         graph, _, rest = nnx.split(layer, nnx.Param, ...)
         return nnx.merge(graph, nnx.State({"w": nnx.Param(w)}), with_key(rest, key))(x)
 
@@ -404,14 +404,14 @@ class TestConversion:
 
 
 @of_flax
-class TestOwnLayers:
+class TestCustomLayers:
     """A layer that conversion does not know and that multiplies by name."""
 
     def test_which_rules_convert_it(self, way: Any):
         (decision,) = convert.report(way.foreign_layer("product"), ALL, X).decisions
         layer = decision.layer
         assert (layer.path, layer.type, layer.product) == ("", way.foreign, convert.DotGeneral)
-        assert (layer.kernel, layer.shape, decision.recipe) == (OWN.shape[1:], OWN.shape[1:], MXFP8)
+        assert layer.kernel == layer.shape == KERNEL.shape[1:] and decision.recipe == MXFP8
 
     @pytest.mark.parametrize("kind", ["product", "experts", "loop"])
     def test_its_products_are_those_by_hand(self, way: Any, kind: str):
@@ -423,20 +423,20 @@ class TestOwnLayers:
 
         def values(run: Any) -> Any:
             loss = lambda w, x: jnp.sum(run(w, x) ** 2)  # noqa: E731
-            return quick(jax.value_and_grad(loss, (0, 1)))(OWN, X)
+            return quick(jax.value_and_grad(loss, (0, 1)))(KERNEL, X)
 
         assert_equal(
-            values(functools.partial(way.run_own, layer)),
+            values(functools.partial(way.run_custom, layer)),
             values(lambda w, x: by_name(kind, x, w, dot, ragged)),
         )
 
     def test_it_multiplies_by_what_is_stored(self, way: Any):
         """By the codes, which a cast by the recipe would change."""
-        stored = mx_jax.quantize(OWN, "mxfp8_e4m3", axis=1)
+        stored = mx_jax.quantize(KERNEL, "mxfp8_e4m3", axis=1)
         layer = way.operation(
             way.foreign_layer("product"), Rule(".*", WEIGHT_ONLY, types=way.foreign)
         )
-        product = functools.partial(way.run_own, layer)
+        product = functools.partial(way.run_custom, layer)
         expected = mx_jax.matmul(X, stored[0], recipe=WEIGHT_ONLY)
         assert_equal(product(stored, X), expected)
         assert np.any(product(stored.dequantize(), X) != expected)
@@ -444,7 +444,7 @@ class TestOwnLayers:
     def test_one_without_a_product(self, way: Any):
         layer = way.operation(way.foreign_layer("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
         with pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reac"):
-            way.run_own(layer, OWN, X)
+            way.run_custom(layer, KERNEL, X)
 
 
 @of_flax
@@ -472,9 +472,9 @@ class TestKinds:
             "head": (WIDTH, 11),
         }
 
-    def test_an_attention_fn_of_ones_own(self, way: Any):
+    def test_another_attention_fn(self, way: Any):
         """What it multiplies shows in a call, if it does."""
-        names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))
+        names = way.names(way.kinds(value_alone), Rule(".*", MXFP8))
         assert "attention/qk" not in names and names["attention/query"] == "mxfp8"
 
     @pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")

@@ -107,19 +107,19 @@ def test_paths():
 
 
 @jax.custom_vjp
-def own_gradient(x: jax.Array) -> jax.Array:
+def custom_gradient(x: jax.Array) -> jax.Array:
     return jax.named_scope("vjp")(jnp.matmul)(x, W[0])
 
 
-own_gradient.defvjp(lambda x: (own_gradient(x), None), lambda _, g: (g,))
+custom_gradient.defvjp(lambda x: (custom_gradient(x), None), lambda _, g: (g,))
 
 
 @jax.custom_jvp
-def own_tangent(x: jax.Array) -> jax.Array:
+def custom_tangent(x: jax.Array) -> jax.Array:
     return jax.named_scope("jvp")(jnp.matmul)(x, W[0])
 
 
-own_tangent.defjvps(lambda t, _, x: t)
+custom_tangent.defjvps(lambda t, _, x: t)
 
 
 def test_what_stays_and_why():
@@ -129,7 +129,7 @@ def test_what_stays_and_why():
         outer = jax.named_scope("outer")(jnp.outer)(x[0], x[0])
         into = jax.named_scope("into")(functools.partial(lax.dot, preferred_element_type=int))
         product = lax.dot_general(x, x, (((), ()), ((), ())))
-        rest = own_gradient(x), own_tangent(x), jax.nn.relu(x), counts, outer, product
+        rest = custom_gradient(x), custom_tangent(x), jax.nn.relu(x), counts, outer, product
         return jax.grad(inner)(x), rest, into(x.astype(jnp.int8), x.astype(jnp.int8).T)
 
     rules = [ALL, Rule(".*vjp", RECIPE, types=convert.DotGeneral)]
@@ -216,7 +216,7 @@ def test_random_bits():
         converted(W[0], X, rngs={"dropout": KEY})
 
 
-def test_shards_draw_bits_of_their_own():
+def test_shards_draw_different_bits():
     """Where they hold other rows; of a kernel that all hold alike, each the same."""
 
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, products, recipe_names
-from .linen_models import MODELS, WIDTH, Block, Compact, Twice, example_input
+from .linen_models import MODELS, WIDTH, Block, Compact, Repeated, example_input
 
 ALL, KEPT = Rule(".*", MXFP8), Rule(".*", None)
 
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_a_model_by_hand(monkeypatch: pytest.MonkeyPatc
 
 def test_below_nn_jit():
     """Flax compiles equal modules once, wherever they are; rules go by path."""
-    model, x = Twice(), example_input()
+    model, x = Repeated(), example_input()
     variables = abstract_init(model, x)
     first, second, both = (
         convert.linen(model, Rule(f"{name}/.*", MXFP8)) for name in ("first", "second", ".*")
@@ -146,7 +146,7 @@ def test_nothing_stays_behind_after_an_error():
     assert program(dense, abstract_init(dense, x), x) == before
 
 
-def test_applied_with_parameters_of_its_own_making():
+def test_applied_with_parameters_that_it_makes():
     class Tied(nn.Module):
         def setup(self):
             self.embed = nn.Embed(7, WIDTH)

@@ -270,7 +270,7 @@ def call_once(model: Any) -> jax.Array:
 
 
 class TestLlama:
-    def test_what_is_told_when(self):
+    def test_what_a_report_and_a_call_say(self):
         """Without a call the products are not known; with one, rules that matched none are."""
         model = Llama(nnx.Rngs(0))
         report = convert.report(model, ALL)
@@ -338,7 +338,7 @@ class TestCallsOfNnx:
         assert converted.seen == 1
         np.testing.assert_array_equal(converted.last[...], x)
 
-    def test_adapters_follow_rules_that_name_them(self):
+    def test_adapters_need_rules_that_name_them(self):
         """They are trained beside what rules quantize."""
         model, x = nnx.LoRALinear(64, 8, lora_rank=4, rngs=nnx.Rngs(0)), jnp.ones((2, 64))
         (_, first, second) = convert.report(model, ALL, x).decisions

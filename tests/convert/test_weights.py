@@ -144,7 +144,7 @@ def test_parameters_alone_tell_less():
 
 
 @pytest.mark.parametrize("model", [False, True])
-def test_rules_that_store_nothing_are_told(model: bool):
+def test_rules_that_store_nothing(model: bool):
     """Whoever serves by a recipe that transforms weights would serve float32 without a word."""
     transform = Hadamard(size=16, signs=(1,) * 16)
     boxed = mxfp4().with_(

@@ -98,15 +98,15 @@ def test_trained_in_codes_stopped_resumed_served(call, monkeypatch, capsys):
     stored, resumed = (open_model(Path(out, "qat-mxfp4")).weights for out in ("whole", "finetuned"))
     for name in stored:
         np.testing.assert_array_equal(stored[name], resumed[name])
-    found = losses("whole", "qat:mxfp4")
-    assert len(found["train"]) == STEPS and len(found["after"]) == 4
-    assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
+    measured = losses("whole", "qat:mxfp4")
+    assert len(measured["train"]) == STEPS and len(measured["after"]) == 4
+    assert np.mean(measured["after"]) < np.mean(measured["before"]) - 0.1
 
     to_serve = ["--format", "mxfp4", "--to", "compressed-tensors"]
     assert main(["quantize", "finetuned/qat-mxfp4", "small", *to_serve]) == 0
     assert len(open_model(Path("small")).weights.quantized) == 2 * 7
     assert module("train").main(["--evaluate", "small"]) == 0
-    np.testing.assert_allclose(runs()["small"]["after"], found["after"], rtol=1e-5)
+    np.testing.assert_allclose(runs()["small"]["after"], measured["after"], rtol=1e-5)
     capsys.readouterr()
     assert command.main(["small", "--prompt", "9 times", "--max-tokens", "1"]) == 0
     assert capsys.readouterr().out.startswith("9 times")
@@ -142,11 +142,11 @@ def test_adapters_over_codes_are_written_as_one_matrix(llama, tmp_path: Path):
     plain = logits_of(model)
     adapters = nnx.state(model, nnx.LoRAParam)
     nnx.update(model, jax.tree.map(lambda x: x + 0.1, adapters))
-    found = logits_of(model)
-    assert np.abs(found - plain).max() > 0.1
+    adapted = logits_of(model)
+    assert np.abs(adapted - plain).max() > 0.1
     llama.write_llama(model, tmp_path / "merged", folder)
     merged = llama.read_llama(tmp_path / "merged", rngs=nnx.Rngs(0))
-    np.testing.assert_allclose(logits_of(merged), found, atol=1e-4)
+    np.testing.assert_allclose(logits_of(merged), adapted, atol=1e-4)
 
 
 @pytest.mark.slow

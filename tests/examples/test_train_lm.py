@@ -90,7 +90,7 @@ def test_resumed_runs_end_bit_identical(call, results, measured, final_state, at
 
 
 @pytest.mark.slow
-def test_earlier_runs_are_kept_unless_told_otherwise(call, results, tmp_path, capsys):
+def test_earlier_runs_are_kept(call, results, tmp_path, capsys):
     options = ("--recipes", "float32")
     assert call(*options) == 0
     first = results()["runs"]

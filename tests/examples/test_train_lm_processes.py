@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(folder: Path, out: str, processes: int, *options: str) -> subprocess.Popen[str]:
     """The program, in a process of its own: devices are made before JAX is asked for any."""
-    given = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    given |= {
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    variables |= {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": QUICK,
         # A pointer in the program of a mesh keeps it from being found again. Without it, programs
@@ -49,7 +49,7 @@ def start(folder: Path, out: str, processes: int, *options: str) -> subprocess.P
     words += ["--recipes", "mxfp8", "--processes", str(processes)]
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / "train_lm.py"), *words, *options],
-        env=given,
+        env=variables,
         cwd=EXAMPLES.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -74,8 +74,8 @@ def finished(folder: Path, out: str, processes: int, *options: str) -> dict[str,
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
     """Process ids, in the order in which they were started."""
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return sorted(map(int, found.split()))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return sorted(map(int, children.split()))
 
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -149,11 +149,11 @@ def wait(example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_lm.py"])
 
     def run(*programs: str) -> tuple[int, str]:
-        own = launch.Launch(
+        started = launch.Launch(
             mesh={"data": 2}, processes=len(programs), coordinator=None, process=0, folder=tmp_path
         )
         workers = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
-        status = own._wait(workers, ["--overwrite", "--seeds", "1"])
+        status = started._wait(workers, ["--overwrite", "--seeds", "1"])
         assert all(worker.returncode is not None for worker in workers)
         return status, capsys.readouterr().err
 
