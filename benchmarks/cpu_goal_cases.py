@@ -18,7 +18,8 @@ from benchmarks.cpu_matmul import dot
 from benchmarks.data import draw
 from benchmarks.onnx_products import int4_products
 from benchmarks.timing import Case, measure
-from mx_jax import formats
+from benchmarks.train_step import step_function
+from mx_jax import formats, recipes
 from mx_jax.backends.calls import Operand
 from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.select import select
@@ -32,6 +33,7 @@ from mx_jax.testing.cases import MatmulCase
 
 FLOAT32, READ = "jnp.dot float32", "reading the same bytes"
 CACHE = "keys and values in {}"
+STEP = "training step, {}"
 ONNX = "ONNX Runtime, MatMulNBits int4, accuracy level 4"
 _MXFP4, _NVFP4, _MXFP8, _MXINT8 = (
     formats.MXFP4,
@@ -253,6 +255,17 @@ def casts(sizes: Sizes) -> Group:
     return Group(cases=cases)
 
 
+def steps(sizes: Sizes) -> Group:
+    """Output and both gradients of a product of 1,024^3, by recipe, beside float32's."""
+    del sizes
+    names = ("high_precision", "mxfp4", "mxint8", "mxfp8", "nvfp4")
+    x, w, g = (jnp.asarray(draw("normal", (1024, 1024), seed)) for seed in range(3))
+    runs = {name: step_function(getattr(recipes, name)()) for name in names}
+    return Group(
+        cases=[Case(STEP.format(name), functools.partial(runs[name], x, w, g)) for name in names]
+    )
+
+
 def attention(sizes: Sizes) -> Group:
     """One token over each of many caches, in the shape of SmolLM2-135M's layers."""
     heads, features = 3, 64
@@ -289,6 +302,7 @@ for _isa, _peak_name in (("avx2", "maddubs256"), ("avx2_vnni", "vnni256")):
         f"{_isa}: squares": by_set(
             _isa, 1024, [(own, own) for own in _INTEGERS], packed=False, peak=_peak_name
         ),
+        f"{_isa}: steps": Making(make=steps, isa=_isa),
         f"{_isa}: casts": Making(make=casts, isa=_isa),
         f"{_isa}: attention": Making(make=attention, isa=_isa),
     }

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import cores, environment, goals, held, report
-from benchmarks.cpu_goal_cases import CACHE, FLOAT32, GROUPS, ONNX, READ, Group, Sizes
+from benchmarks.cpu_goal_cases import CACHE, FLOAT32, GROUPS, ONNX, READ, STEP, Group, Sizes
 from benchmarks.timing import Samples, Spread, add_pace, measure, pace, ratio
 from mx_jax.backends.cpu_ffi import library
 
@@ -45,13 +45,17 @@ def _goals(group: str, over: str, ratios: Mapping[str, float], bound: str = "") 
     return [Goal(what=w, group=group, over=over, ratio=r, bound=bound) for w, r in ratios.items()]
 
 
-def _goals_of_set(isa: str, peak: str, mine: Mapping[str, float]) -> list[Goal]:
+def _goals_of_set(
+    isa: str, peak: str, mine: Mapping[str, float], shares: Mapping[str, float]
+) -> list[Goal]:
     """Those of a smaller set, which XLA's float32 is held to as well (`benchmarks.held`)."""
     one, many = "float32 x {}, packed", "mxint8 x mxfp4, packed"
     ratios = {"mxfp4": 1.6, "nvfp4": 1.0, "mxfp8_e4m3": 1.3, "mxint8": 1.2}
     ratios |= {"mxfp6_e2m3": 1.2, "mxfp6_e3m2": 1.2}
     each = {one.format(name): ratio for name, ratio in ratios.items()}
     squares = {f"{name} x {name}": mine["squares"] for name in ("mxfp4", "mxfp6_e2m3", "mxint8")}
+    # Of float32's time.
+    steps = {STEP.format(name): 1 / share for name, share in shares.items()}
     column, row = "float32 to mxfp8_e4m3 by columns", "float32 to mxfp8_e4m3 by rows"
     return [
         *_goals(f"{isa}: 1 row", FLOAT32, each | {many: mine["1 row"]}, FMA256),
@@ -59,6 +63,7 @@ def _goals_of_set(isa: str, peak: str, mine: Mapping[str, float]) -> list[Goal]:
         *_goals(f"{isa}: 32 rows", FLOAT32, dict.fromkeys(each, 1.0), FMA256),
         *_goals(f"{isa}: 96 rows", FLOAT32, dict.fromkeys(each, 1.0), FMA256),
         *_goals(f"{isa}: squares", FLOAT32, squares, peak),
+        *_goals(f"{isa}: steps", STEP.format("high_precision"), steps),
         *_goals(f"{isa}: casts", column, {row: 1}),
         *_goals(f"{isa}: attention", CACHE.format("float32"), {CACHE.format("mxfp8_e4m3"): 1.0}),
     ]
@@ -104,8 +109,18 @@ GOALS: tuple[Goal, ...] = (
         CACHE.format("float32"),
         {CACHE.format("mxfp8_e4m3"): 1.5},
     ),
-    *_goals_of_set("avx2", "peak maddubs256", {"1 row": 2.5, "32 rows": 2.2, "squares": 1.4}),
-    *_goals_of_set("avx2_vnni", "peak vnni256", {"1 row": 3.5, "32 rows": 4, "squares": 2.8}),
+    *_goals_of_set(
+        "avx2",
+        "peak maddubs256",
+        {"1 row": 2.5, "32 rows": 2.2, "squares": 1.4},
+        {"mxfp4": 0.85, "mxint8": 1.0, "mxfp8": 1.0, "nvfp4": 1.0},
+    ),
+    *_goals_of_set(
+        "avx2_vnni",
+        "peak vnni256",
+        {"1 row": 3.5, "32 rows": 4, "squares": 2.8},
+        {"mxfp4": 0.6, "mxint8": 0.9, "mxfp8": 1.0, "nvfp4": 0.9},
+    ),
 )
 
 

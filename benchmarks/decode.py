@@ -3,7 +3,9 @@
 Each case is a process of its own, on one core or on two, that holds its model. Rounds run every
 case once, in an order drawn anew, while the others wait. A ratio is taken within each round. With
 one thread it is of CPU time, which does not count what other programs on the machine do meanwhile;
-with two, of the clock. Embedding and head are in the format of the other weights everywhere.
+with two, of the clock. Embedding and head are in the format of the other weights everywhere
+(llama.cpp's: `benchmarks/llama_quants.py --pure`). With `MX_JAX_CPU_ISA=avx2` XLA is held to it
+too; llama.cpp is to be built for the same set.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, report
+from benchmarks import environment, held, report
 from benchmarks.llama import find_model
 from benchmarks.timing import Samples, add_pace, ratio
 
@@ -138,6 +140,8 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         which = "CPU time" if threads == 1 else "clock"
         columns = ["case", "tokens/s", "best", "ms a token", *others]
         title = f"{threads} {'thread' if threads == 1 else 'threads'}, by {which}"
+        if isa := os.environ.get(held.ISA):
+            title += f", everything held to {isa}"
         sheet = report.Sheet(title, columns)
         for row in rows:
             time = row["timings"]["cpu_ms" if threads == 1 else "wall_ms"]

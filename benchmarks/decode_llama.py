@@ -1,7 +1,8 @@
 """One case of `benchmarks.decode` in llama.cpp: runs in the Python that has llama-cpp-python.
 
 Reads a number a line, decodes that many tokens one by one from the same place, and answers with the
-seconds that they took. llama.cpp's own functions are called, without the package's Python.
+seconds that they took. llama.cpp's own functions are called, without the package's Python, and its
+greedy sampler: a step ends with the likeliest token, as it does here.
 """
 
 import ctypes
@@ -24,13 +25,13 @@ def main() -> None:
     options = llama_cpp.llama_context_default_params()
     options.n_ctx, options.n_threads, options.n_threads_batch = context, threads, threads
     handle = llama_cpp.llama_init_from_model(model, options)
+    greedy = llama_cpp.llama_sampler_init_greedy()
 
     def decode(token: int) -> int:
         array = (llama_cpp.llama_token * 1)(token)
         if llama_cpp.llama_decode(handle, llama_cpp.llama_batch_get_one(array, 1)):
             raise SystemExit("llama_decode failed")
-        logits = llama_cpp.llama_get_logits_ith(handle, -1)
-        return 100 + int(logits[0]) % 7
+        return llama_cpp.llama_sampler_sample(greedy, handle, -1)
 
     print("{}", flush=True)
     for line in sys.stdin:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import held
 from benchmarks.llama import Generator, advance, load
 
 
@@ -125,6 +126,7 @@ def main() -> None:
     for name in ("weights", "activations", "cache"):
         parser.add_argument(f"--{name}")
     options = parser.parse_args()
+    held.hold()
     generator, _ = load(
         options.model,
         weights=options.weights,

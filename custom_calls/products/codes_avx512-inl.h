@@ -236,9 +236,9 @@ MX_INLINE __m512 TameScales(ScaleKind kind, const uint8_t* bytes, float factor) 
 }
 
 // Panels follow each other, so what comes next lies ahead. Far ahead it is fetched to the second level
-// of the cache: prefetchers of the hardware stop at pages, and a first level of 32 KiB must hold lhs
-// too. Near ahead it comes to the first.
-constexpr int64_t kFarAhead = 12 << 10, kNearAhead = 1 << 10;
+// of the cache, since prefetchers of the hardware stop at pages, and near ahead to the first, of which
+// a first level of 32 KiB has room beside lhs. At 1 KiB a Zen 5 waits for memory: 1.15 times the time.
+constexpr int64_t kFarAhead = 12 << 10, kNearAhead = 6 << 10;
 
 MX_INLINE void PrefetchAhead(const char* line) {
   _mm_prefetch(line + kFarAhead, _MM_HINT_T1);

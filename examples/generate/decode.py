@@ -36,7 +36,7 @@ class Sampling:
 
     def choose(self, logits: jax.Array, key: jax.Array | None) -> jax.Array:
         """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`."""
-        if key is None:
+        if key is None or not self.temperature:
             # The first of the largest, or of those that are NaN. XLA's CPU compiler makes scalar
             # code of argmax, an index beside a value, and vectors of these two.
             largest = logits.max(-1, keepdims=True)

@@ -151,6 +151,8 @@ def test_the_first_of_the_largest_is_likeliest():
     logits = np.array([[1, 3, 3, -1], [-2, -np.inf, -2, -3], [0, np.nan, 9, np.nan]], np.float32)
     logits = np.concatenate([logits, np.full((1, 4), -np.inf, np.float32)])
     tokens = quick(Sampling().choose)(logits, None)
+    with_key = quick(Sampling().choose)(logits, jax.random.key(0))
+    np.testing.assert_array_equal(with_key, tokens)
     assert tokens.dtype == jnp.int32 and tokens.tolist() == [1, 0, 1, 0]
 
 

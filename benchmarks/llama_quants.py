@@ -1,6 +1,6 @@
 """Writes what llama.cpp makes of a GGUF file's float32 values: one file for each of its quants.
 
-    python benchmarks/llama_cpp.py smollm2.gguf folder/
+    python benchmarks/llama_quants.py smollm2.gguf folder/
 
 A program alone, for an environment that has llama.cpp (`pip install cyllama gguf`);
 `benchmarks.calibration --peers folder/*.gguf` measures what it writes.
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("out", type=Path, help="a folder")
     parser.add_argument("--quants", nargs="+", choices=QUANTS, default=list(QUANTS))
+    parser.add_argument("--pure", action="store_true", help="every matrix alike, the embedding too")
     options = parser.parse_args()
     from cyllama.llama.llama_cpp import LlamaModelQuantizeParams, model_quantize
 
@@ -54,9 +55,10 @@ def main() -> int:
         write_float32(options.model, exact)
     for name in options.quants:
         params = LlamaModelQuantizeParams()
-        params.ftype, params.nthread = QUANTS[name], 1
-        model_quantize(str(exact), str(options.out / f"{name}.gguf"), params)
-        print(f"{name}: {(options.out / f'{name}.gguf').stat().st_size / 1e6:.1f} MB")
+        params.ftype, params.nthread, params.pure = QUANTS[name], 1, options.pure
+        out = options.out / f"{name}.gguf"
+        model_quantize(str(exact), str(out), params)
+        print(f"{name}: {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
