@@ -15,10 +15,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESH = "--mesh", "data=2,fsdp=2,model=2"
-STEPS = 8
+STEPS = 6
 OPTIONS = (
     f"--steps {STEPS} --d-model 64 --layers 1 --heads 2 --context 32 --batch 4 "
-    "--eval-every 4 --eval-tokens 128 --checkpoint-every 2 --sample 0"
+    "--eval-every 3 --eval-tokens 128 --checkpoint-every 2 --sample 0"
 ).split()
 # Runs are compared with each other alone, so what they compile may be slow.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -34,8 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(folder: Path, out: str, processes: int, *options: str) -> subprocess.Popen[str]:
-    """The program, in a process of its own: devices are made before JAX is asked for any."""
+def words(folder: Path, out: str) -> list[str]:
+    paths = ["--data", str(folder / "text.txt"), "--out", str(folder / out)]
+    return [*paths, *OPTIONS, *MESH, "--recipes", "mxfp8"]
+
+
+def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
+    """The program in two processes: devices are made before JAX is asked for any."""
     variables = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     variables |= {
         "JAX_PLATFORMS": "cpu",
@@ -45,10 +50,9 @@ def start(folder: Path, out: str, processes: int, *options: str) -> subprocess.P
         "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
         "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
     }
-    words = ["--data", str(folder / "text.txt"), "--out", str(folder / out), *OPTIONS, *MESH]
-    words += ["--recipes", "mxfp8", "--processes", str(processes)]
+    program = [sys.executable, str(EXAMPLES / "train_lm.py"), *words(folder, out)]
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "train_lm.py"), *words, *options],
+        [*program, "--processes", "2", *options],
         env=variables,
         cwd=EXAMPLES.parent,
         stdout=subprocess.PIPE,
@@ -62,11 +66,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def finished(folder: Path, out: str, processes: int, *options: str) -> dict[str, Any]:
-    """What a run that ends measured."""
-    status, printed, complained = ended(start(folder, out, processes, *options))
-    assert status == 0, printed + complained
-    assert "Gloo" not in printed and "Traceback" not in complained
+def measured(folder: Path, out: str) -> dict[str, Any]:
+    """What a run that ended measured."""
     (run,) = json.loads((folder / out / "results.json").read_text())["runs"]
     assert run["finished"] and len(run["train_loss"]) == STEPS
     return {name: run[name] for name in ("train_loss", "validation", "averaged_loss")}
@@ -87,7 +88,7 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> 
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_is_killed_learn_what_one_does(folder: Path):
+def test_two_processes_of_which_one_is_killed_learn_what_one_does(train_lm, folder: Path):
     """Killed is the one that coordinates the others, while it saves a checkpoint: the worst moment.
 
     Not bit for bit: sums of other parts are rounded otherwise. Of one process a resumed run is, as
@@ -98,7 +99,7 @@ def test_two_processes_of_which_one_is_killed_learn_what_one_does(folder: Path):
         saved = list((folder / "killed" / "checkpoints").glob("*/*"))
         return any(path.name == "2" for path in saved) and any(path.suffix for path in saved)
 
-    process = start(folder, "killed", 2)
+    process = start(folder, "killed")
     wait_until(is_saving, process)
     os.kill(workers(process)[0], signal.SIGKILL)
     killed = time.monotonic()
@@ -107,8 +108,12 @@ def test_two_processes_of_which_one_is_killed_learn_what_one_does(folder: Path):
     assert complained.startswith("stopped: process 0 of 2 was killed by SIGKILL; ")
     assert complained.endswith("--recipes mxfp8 --processes 2 --resume\n")
     # The command that the message names, but by this Python.
-    resumed, alone = finished(folder, "killed", 2, "--resume"), finished(folder, "alone", 1)
-    for name, learned in alone.items():
+    status, printed, complained = ended(start(folder, "killed", "--resume"))
+    assert status == 0, printed + complained
+    assert "Gloo" not in printed and "Traceback" not in complained
+    assert train_lm.main(words(folder, "alone")) == 0
+    resumed = measured(folder, "killed")
+    for name, learned in measured(folder, "alone").items():
         np.testing.assert_allclose(resumed[name], learned, rtol=1e-4, err_msg=name)
 
 

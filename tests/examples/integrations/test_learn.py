@@ -37,7 +37,7 @@ LEVANTER = ("Attention/Attention._compute_qkv/Linear", "Attention/Linear", "Llam
 EXAMPLES = {
     "linen_hooks": Learned(dict.fromkeys([*(f"attention/{name}" for name in LINEN), "mlp"], ALL)),
     "nnx_hooks": Learned(dict.fromkeys(("attention", "down", "up"), ALL)),
-    "flax_bridge": Learned({"hidden": FIRST}),
+    "flax_bridge": Learned({"hidden": FIRST}, set()),
     "haliax_linear": Learned(
         dict.fromkeys(("block/down/Linear", "block/up/Linear"), ALL), {"head/Linear"}, "haliax"
     ),
@@ -74,7 +74,8 @@ def test_an_example_learns(name: str, integration: Any, capsys: pytest.CaptureFi
         plain = {layer.split("Model/")[-1] for layer in report.plain} - short.keys()
         # XLA may compute some products of other libraries' layers in several places.
         assert short.items() >= expected.quantized.items() and plain >= expected.plain
-        assert expected.package or (short, plain) == (expected.quantized, expected.plain)
+        assert expected.package or short == expected.quantized
+        assert expected.package or not expected.plain or plain == expected.plain
         assert str(report) in printed
 
 
