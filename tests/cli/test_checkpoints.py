@@ -69,17 +69,6 @@ def test_quantize_keeps_the_head_and_the_bits(model: Path, out: Path, cli: Cli):
     np.testing.assert_array_equal(stayed[HEAD], matrix(1))
 
 
-def test_rules_decide_in_order(model: Path, out: Path, rules: Any, cli: Cli):
-    layers = {"format": "mxfp8_e4m3", "scale_rule": "floor", "axis": 0}
-    head = {"pattern": "lm_head.weight", "recipe": "nvfp4"}
-    rest = {"pattern": ".*", "skip": True}
-    decided = rules("", {"pattern": "model/layers/.*"} | layers, head, rest)
-    cli("quantize", model, out, "--rules", decided)
-    result: Any = checkpoint.read(out)
-    assert result[HEAD].format.name == "nvfp4"
-    assert_same(result[UP], mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0))
-
-
 def test_scales_by_squared_error(model: Path, out: Path, rules: Any, cli: Cli):
     cli("quantize", model, out, "--format", "nvfp4", "--scales", "mse")
     assert_same(checkpoint.read(out)[UP], calibrate.search_scales(matrix(), "nvfp4", axis=-1))
@@ -161,13 +150,6 @@ def test_only_the_same_command_resumes_an_interrupted_run(
         assert str(made / stream.RECORD) in cli.error(*again)
 
 
-def test_a_dry_run_says_why_and_writes_nothing(model: Path, out: Path, cli: Cli):
-    text, _ = cli("quantize", model, out, "--format", "mxfp4", "--dry-run")
-    assert "weight_only(mxfp4)" in text and "kept by its rule" in text
-    assert "is int64; float32" in text and "1 of 3 layers converted" in text
-    assert not out.exists()
-
-
 def test_experts_need_an_axis_and_have_a_tensor_scale_each(
     tmp_path: Path, out: Path, rules: Any, cli: Cli
 ):
@@ -233,21 +215,6 @@ def test_a_rule_that_matches_nothing(model: Path, out: Path, rules: Any, cli: Cl
 
 
 # dequantize and convert ---------------------------------------------------------------------------
-
-
-def test_there_and_back_through_a_layout(model: Path, tmp_path: Path, cli: Cli):
-    ours, theirs, again, plain = (tmp_path / f"{name}.safetensors" for name in "abcd")
-    cli("quantize", model, ours, "--format", "mxfp4")
-    _, said = cli("convert", ours, theirs, "--to", "compressed-tensors")
-    assert f"{theirs}: mxfp4-pack-quantized, 4 tensors" in said
-    assert {"model.layers.0.up.weight_packed", "model.layers.0.up.weight_scale"} < {*values(theirs)}
-    cli("convert", theirs, again, "--to", "mx_jax")
-    assert {row["result"] for row in cli.json("diff", ours, again)["tensors"]} == {"same"}
-    cli("dequantize", ours, plain, "--dtype", "float32")
-    expected = mx_jax.quantize(matrix(), "mxfp4", scale_rule="even").dequantize()
-    np.testing.assert_array_equal(values(plain)[UP], np.asarray(expected))
-    results = [row["result"] for row in cli.json("diff", ours, plain)["tensors"]]
-    assert results.count("same values") == 1
 
 
 def test_a_program_without_a_layout_for_the_format(model: Path, out: Path, cli: Cli):

@@ -254,7 +254,11 @@ class Nnx(Way):
             layer = convert.nnx(layer, rules)
 
         def run(**options: Any) -> Any:
-            y = layer(ATTENDED, rngs=nnx.Rngs(dropout=1), is_causal=True, **options)
+            @nnx.jit
+            def attend(layer: Any) -> jax.Array:
+                return layer(ATTENDED, rngs=nnx.Rngs(dropout=1), is_causal=True, **options)
+
+            y = attend(layer)
             return y, layer.attention_weights.get_value()[0]  # pyright: ignore
 
         return run
