@@ -114,7 +114,7 @@ constexpr bool kLifts = true;
 // Into the second level of the cache, as the hardware's prefetchers stop at pages, and into the first.
 MX_INLINE void PrefetchAhead(const uint8_t* line) {
   _mm_prefetch((const char*)line + (12 << 10), _MM_HINT_T1);
-  _mm_prefetch((const char*)line + (1 << 10), _MM_HINT_T0);
+  _mm_prefetch((const char*)line + (6 << 10), _MM_HINT_T0);
 }
 
 }  // namespace
