@@ -55,12 +55,10 @@ from benchmarks.gpu_products import (
 )
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Case
-from mx_jax.backends.pallas_gpu.architecture import SM90, Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.rejections import rejects
+from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
-from mx_jax.testing.cases import MatmulCase
 
 FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
 # How often a kernel's first product must have the same bits: a race would show as others.
@@ -69,11 +67,18 @@ _REPEATS = 5
 PARTS: Mapping[str, type] = {"products": Timed, "steps": Step}
 # Rows of activations that products are timed for, beside those of goals.
 ROWS = (1, 16, 64, 256, 4096)
+# What is timed unless the command says.
+PAIRS = (
+    Pair(rhs=MXFP4),
+    Pair(rhs=MXFP8_E4M3),
+    Pair(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3),
+    Pair(rhs=NVFP4),
+)
 # (n, k) of weights, beside those of goals: square, and of a model's feed-forward layer.
 SIZES = (LARGE, (4096, 11008))
 
 
-def wanted(options: argparse.Namespace, device: str, architecture: Architecture) -> list[What]:
+def wanted(options: argparse.Namespace, device: str) -> list[What]:
     """What is measured, none of it twice: of each kind this device's goals first, kinds by turns.
 
     So a run that ends early has something of every kind.
@@ -81,10 +86,9 @@ def wanted(options: argparse.Namespace, device: str, architecture: Architecture)
     Args:
       options: the command's.
       device: its name.
-      architecture: its row.
     """
     goals = [goal.what for goal in GOALS if goal.is_for(device)]
-    products = _products(options, architecture)
+    products = _products(options)
     found = [*goals, *products]
     if options.pairs or options.rows or options.sizes:
         found = [*products, *(what for what in goals if not isinstance(what, Timed))]
@@ -97,9 +101,9 @@ def wanted(options: argparse.Namespace, device: str, architecture: Architecture)
     return [what for turn in rounds for what in turn if what is not None]
 
 
-def _products(options: argparse.Namespace, architecture: Architecture) -> list[Timed]:
+def _products(options: argparse.Namespace) -> list[Timed]:
     """Products that options name, or else the usual ones."""
-    pairs, sizes = options.pairs or pairs_of(architecture), options.sizes or SIZES
+    pairs, sizes = options.pairs or PAIRS, options.sizes or SIZES
     return [
         Timed(pair=pair, m=m, n=n, k=k)
         for pair, (n, k), m in itertools.product(pairs, sizes, options.rows or ROWS)
@@ -303,26 +307,12 @@ def _pair(text: str) -> Pair:
         raise argparse.ArgumentTypeError(f"needs [LHS,]RHS of {known}; got {text!r}") from None
 
 
-def pairs_of(architecture: Architecture) -> list[Pair]:
-    """What is timed, unless the command names pairs."""
-    if architecture.kernel(MXFP4, MXFP4) != architecture.decoding:
-        return [Pair(rhs=MXFP4), *(Pair(lhs=f, rhs=f) for f in (MXFP8_E4M3, MXFP4, NVFP4))]
-    return [
-        Pair(rhs=MXFP4),
-        Pair(rhs=MXFP8_E4M3),
-        Pair(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3),
-        Pair(rhs=NVFP4),
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     target = current_target()
-    architecture = architecture_of(target.compute_capability) or SM90
-    case = MatmulCase(lhs=None, rhs=MXFP4, dtype="bfloat16", out_dtype="bfloat16")
-    reason = rejects(case.call, target)
+    reason = rejects_machine(target)
     if reason is not None:
         report.show(
             [sheet([Verdict(goal=goal, why="no GPU that a kernel runs on") for goal in GOALS])]
@@ -332,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = environment.describe(["torch", "triton"]) | {"gpu": device}
     out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
     options.out = getattr(options, "out", out)
-    asked = wanted(options, device, architecture)
+    asked = wanted(options, device)
     measured: list[Measured] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     # Written after each: what hangs or crashes must not cost the answers before.

@@ -14,7 +14,6 @@ from benchmarks.gpu_steps import Step
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 
 What = Timed | Step
-HOPPER = ("H100", "H200")
 LARGE = (8192, 8192)
 
 
@@ -78,7 +77,6 @@ GOALS: tuple[Goal, ...] = (
     *_products(MXFP4, (10240, 8192), _OF_MODELS),
     *_products(MXFP4, (2880, 2880), _OF_MODELS),
     Goal(what=Step(recipe="mxfp8"), ratio=0.8, way=PLAIN),
-    Goal(what=Step(recipe="mxfp8"), ratio=0.95, devices=HOPPER),
 )
 
 

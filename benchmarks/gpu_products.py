@@ -15,8 +15,7 @@ import mx_jax
 from benchmarks.gpu_compare import PLAIN, copies_beyond_cache
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu import products as kernels
-from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.xla import XLA_BFLOAT16
 from mx_jax.backends.xla_scaled import XLA_SCALED
@@ -106,28 +105,16 @@ def speed_bound(facts: str, what: Timed) -> float | None:
     return base / ours if base and ours else None
 
 
-def kernel_product(
-    pair: Pair, architecture: Architecture
-) -> tuple[Callable[[MXArray], Any], Product]:
+def kernel_product(pair: Pair) -> tuple[Callable[[MXArray], Any], Product]:
     """How the GPU's kernel wants quantized weights, and its product by them.
 
     Args:
-      pair: the formats; both sides have one where the kernel takes both as they are.
-      architecture: the GPU.
+      pair: the formats.
     """
-    kernel = architecture.kernel(pair.lhs, pair.rhs)
-    if kernel is architecture.direct:
-
-        def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
-            assert pair.lhs is not None
-            left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)))
-            return kernels.multiply_scaled(left, w, jnp.bfloat16, architecture)[0]
-
-        return lambda w: ScaledOperand.of(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
-        return kernels.by_weights(x[None], w, jnp.bfloat16, architecture)[0]
+        return kernels.by_weights(x[None], w, jnp.bfloat16)[0]
 
     return lambda w: PackedWeights.of(_batch(w)), product
 
@@ -154,9 +141,7 @@ class Way:
 
 def products(pair: Pair, n: int, k: int, target: Target) -> dict[str, Way]:
     """Ways to multiply by weights `[n, k]` on a machine, by name."""
-    architecture = architecture_of(target.compute_capability)
-    assert architecture is not None
-    lay_out, kernel = kernel_product(pair, architecture)
+    lay_out, kernel = kernel_product(pair)
     known: dict[str, tuple[Callable[[jax.Array], Any], Product]] = {
         KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
         BASELINE: (lambda w: w, dot),

@@ -17,13 +17,8 @@ from jax import lax
 
 import mx_jax
 from benchmarks.gpu_compare import PLAIN, Chain, Comparison, Repeated, chain_of
-from benchmarks.gpu_products import BASELINE, KERNEL
-from benchmarks.timing import Case
+from benchmarks.gpu_products import BASELINE
 from mx_jax import recipes
-
-# What a step with kernels may differ by from the plain path's, over its norm: sums are rounded to
-# bfloat16 in another order, and some of what follows then to another code.
-_CLOSE = 2.0**-4
 
 Weights = dict[str, jax.Array]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
@@ -86,16 +81,6 @@ class Step:
         """In the recipe, without any kernel: none is faster where weights are not packed."""
         return self._function(self._multiply)
 
-    def with_kernels(self, backend: str) -> StepFunction:
-        """In the recipe, every product that a backend takes by that one."""
-        step = self._function(self._multiply)
-
-        def by_kernels(weights: Weights, x: jax.Array, g: jax.Array) -> tuple[Any, ...]:
-            with mx_jax.prefer_backends(backend):
-                return step(weights, x, g)
-
-        return by_kernels
-
     def _multiply(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return mx_jax.matmul(x, w, recipe=getattr(recipes, self.recipe)())
 
@@ -137,7 +122,7 @@ def _normalize(x: jax.Array) -> jax.Array:
 
 
 def compare_steps(step: Step, calls: int) -> Comparison:
-    """The step in bfloat16, in the recipe on the plain path, and with kernels.
+    """The step in bfloat16, and in the recipe on the plain path.
 
     Args:
       step: what is computed.
@@ -146,39 +131,14 @@ def compare_steps(step: Step, calls: int) -> Comparison:
     functions = {
         BASELINE: step.in_bfloat16(),
         PLAIN: step.on_plain_path(),
-        KERNEL: step.with_kernels(KERNEL),
     }
     operands = functools.cache(step.draw)
 
-    @functools.cache
     def chain(name: str) -> Chain:
         weights, x, g = operands()
         run = functions[name]
         way = Repeated(one=lambda x, w: run(w, *x), x=(x, g), copies=[weights])
         return chain_of(name, way, calls)
 
-    def maker(name: str) -> Callable[[], Case]:
-        def make() -> Case:
-            if name == KERNEL:
-                _check(chain(KERNEL).run(), chain(PLAIN).run())
-            return chain(name)
-
-        return make
-
-    makers = [(name, maker(name)) for name in functions]
+    makers = [(name, functools.partial(chain, name)) for name in functions]
     return Comparison(what=step, makers=makers, baseline=BASELINE, count=calls)
-
-
-def _check(found: Any, expected: Any) -> None:
-    """Raises ArithmeticError unless an output and its gradients are those expected."""
-    errors = jax.tree.map(_relative_error, found, expected)
-    wrong = [error for error in map(float, jax.tree.leaves(errors)) if not error <= _CLOSE]
-    if wrong:
-        raise ArithmeticError(f"the step with kernels is wrong: error={wrong[0]:.3g} of its norm")
-
-
-@jax.jit
-def _relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
-    """The norm of the error over that of what is expected."""
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)

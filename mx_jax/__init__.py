@@ -103,7 +103,7 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> list[str]:
     """What users need: neither what this module imports for itself nor the modules inside."""
-    own = {name for name, value in globals().items() if not isinstance(value, _ModuleType)}
-    public = {name for name in own if not name.startswith("_")}
+    values = globals().items()
+    public = {x for x, value in values if not isinstance(value, _ModuleType) and x[0] != "_"}
     late = {*_LATE, *_LATE_FUNCTIONS}
     return sorted({*public, *late, "formats", "nn", "recipes", "sharding", "__version__"})

@@ -59,7 +59,7 @@ class Axes:
         return bool(self.kept) and self.contracting[0] < self.kept[0]
 
     @functools.cached_property
-    def is_canonical(self) -> bool:
+    def has_canonical_order(self) -> bool:
         """Whether the groups follow each other as operations leave them."""
         return self.order == tuple(range(self.ndim))
 
@@ -110,7 +110,7 @@ class Axes:
         )
         return batch, kept, contracting
 
-    def as_matrices(self, x: jax.Array) -> jax.Array:
+    def merge_groups(self, x: jax.Array) -> jax.Array:
         """An array in canonical order as `[*batch, kept, k]`, or `[*batch, k, kept]`.
 
         For backends only: merging two axes that are sharded would cost an all-gather.

@@ -2,13 +2,9 @@
 
 import dataclasses
 import functools
-import html
-import itertools
 import math
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -27,6 +23,7 @@ from mx_jax.codecs.blocks import Blocks, check_parts, violation
 from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
+from mx_jax.formats.removed import whereabouts
 
 X = TypeVar("X")
 
@@ -90,24 +87,12 @@ class ArrayOfCodes:
 
     def __getattr__(self, name: str) -> Any:
         name_of = type(self).__name__
-        remedy = ""
+        remedy = whereabouts(name)
         if not name.startswith("__") and hasattr(jax.Array, name):
             remedy = f": the values have it, x.dequantize().{name}"
         raise AttributeError(f"{name_of} has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        name, frame, level = type(self).__name__, sys._getframe(1), 2
-        if _writes(frame):
-            # Once for a line of the user's.
-            while frame.f_back is not None and _writes(frame):
-                frame, level = frame.f_back, level + 1
-            warnings.warn(
-                f"{name}: its values are written, several times as large as its codes, and are no "
-                f"{name} when they are read; mx_jax.checkpoint.save keeps the codes, to_wire gives "
-                "plain arrays of them for other writers; for the values on purpose write "
-                "x.dequantize()",
-                stacklevel=level,
-            )
         return np.asarray(self.dequantize(), dtype=dtype)
 
 
@@ -141,15 +126,6 @@ def _values(other: object) -> Any:
 def _has_values(x: ArrayOfCodes) -> bool:
     """Not where leaves are shapes or shardings: these are compared by identity."""
     return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(unlinked(x)))
-
-
-# Modules that ask for an array to write it; packages stand for all that is in them.
-_WRITERS = ("numpy.lib.npyio", "numpy.lib._npyio_impl", "safetensors", "h5py")
-
-
-def _writes(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    return any(module == writer or module.startswith(f"{writer}.") for writer in _WRITERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -303,54 +279,13 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.reshape")
         return indexing.reshape(self, shape, {"order": order, **options})
 
-    @property
-    def at(self) -> indexing.At:
-        """`x.at[index].set(values)`: x with an MXArray in place of whole blocks."""
-        check_parts(self, "MXArray.at")
-        return indexing.At(self)
-
-    def dynamic_update_slice(
-        self, update: "MXArray", start_indices: Sequence[jax.typing.ArrayLike]
-    ) -> "MXArray":
-        """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
-
-        Starts may be traced. Along blocked axes they lie between blocks: any other is refused, or,
-        traced, makes all blocks that it touches NaN; so is another tensor scale. No gradient
-        passes: one by what either was made of is an error.
-
-        Args:
-          update: of the same format and blocks, whole blocks of it.
-          start_indices: one integer an axis, in elements.
-        """
-        check_parts(self, "MXArray.dynamic_update_slice")
-        return indexing.dynamic_update_slice(self, update, start_indices)
-
-    def _repr_html_(self) -> str | None:
-        """What notebooks show: the first blocks, each its scale and its first codes."""
-        if not self._is_concrete():
-            return None
-        codes, inside = block_shapes.split(self.codes, self.blocks)
-        codes = np.moveaxis(np.asarray(codes), inside, range(-len(inside), 0))
-        scales = np.asarray(self.scale_values).astype(np.float32)
-        rows = [
-            (index, f"{scales[index]:g}", bytes(codes[index].ravel()[:16]).hex(" "))
-            for index in itertools.islice(np.ndindex(scales.shape), 8)
-        ]
-        caption = f"{self.format.name}, shape={self.shape}, dtype={self.dtype}, {self.nbytes} bytes"
-        if self.tensor_scale is not None and self.tensor_scale.size == 1:
-            caption += f", tensor scale {self.tensor_scale.item():g}"
-        return html_table(caption, ("block", "scale", "codes"), rows)
-
-    def _is_concrete(self) -> bool:
-        arrays = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
-        return arrays and not violation(self)
-
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
         shape = tuple(getattr(self.codes, "shape", ()))
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
-        if self._is_concrete():
+        is_array = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
+        if is_array and not violation(self):
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")
@@ -457,17 +392,6 @@ def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> MXArray:
 jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
 
 
-def html_table(caption: str, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A table as notebooks show it; None is an empty cell."""
-
-    def row(tag: str, cells: Iterable[Any]) -> str:
-        texts = (html.escape("" if cell is None else str(cell)) for cell in cells)
-        return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
-
-    lines = [row("th", header), *(row("td", cells) for cells in rows)]
-    return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
-
-
 # One program, also where nothing is traced: operation by operation it would be dozens of them for
 # every new shape.
 @functools.partial(
@@ -496,16 +420,25 @@ def decode(
     """
     dtype = jnp.dtype(dtype)
     saturates = saturates and x.format.scale.kind == "exponent"
-    how = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
 
     def in_integers(x: MXArray) -> jax.Array:
         codes, inside = block_shapes.split(x.codes, x.blocks)
-        scales = block_shapes.spread(x.scales, inside)
-        tensor_scale = x.tensor_scale
+        scales, tensor_scale = block_shapes.spread(x.scales, inside), x.tensor_scale
         if tensor_scale is not None:
             tensor_scale = block_shapes.spread(tensor_scale, inside)
-        operands = codes, scales, tensor_scale, x.format, dtype
-        return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
+
+        def bits_of(exponent: int) -> jax.Array:
+            facts = x.format, tensor_scale, exponent, lifted
+            return scale_codec.decode_scaled(codes, scales, *facts)
+
+        bits = bits_of(exponent)
+        if saturates:
+            largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
+            sign = bits & jnp.int32(float32.SIGN)
+            # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
+            finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
+            bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
+        return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
     def on_tpus(x: MXArray) -> jax.Array:
         by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
@@ -514,29 +447,6 @@ def decode(
     if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
         return in_integers(x)
     return platform_dependent(x, tpu=on_tpus, default=in_integers)
-
-
-def _decoded(
-    codes: jax.Array,
-    scales: jax.Array,
-    tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    dtype: np.dtype,
-    exponent: int,
-    saturates: bool,
-    lifted: bool,
-) -> jax.Array:
-    def bits_of(exponent: int) -> jax.Array:
-        return scale_codec.decode_scaled(codes, scales, format, tensor_scale, exponent, lifted)
-
-    bits = bits_of(exponent)
-    if saturates:
-        largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
-        sign = bits & jnp.int32(float32.SIGN)
-        # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
-        finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
-        bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
-    return float32.from_bits(bits, dtype)
 
 
 # No element times the largest scale reaches 2^(128 + 16).

@@ -33,6 +33,11 @@ def with_gradients(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any, 
     return run
 
 
+def lowered(run: Callable[..., Any], *operands: Any, platform: str = "cpu") -> str:
+    """The program for a platform, which need not be there."""
+    return jax.jit(run).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
 @contextlib.contextmanager
 def compilation_cache_off() -> Iterator[None]:
     """Compile anew: tests share a cache of programs, from which nothing is compiled twice."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+import warnings
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -78,7 +79,6 @@ class MatmulCall:
       fast_accumulation: whether a native kernel may add in lower precision.
       reduce_dtype: in which devices add up what each has of the sums, if that is wider than the
         product's; None: in the product's.
-      stored: the operands that came quantized: weights, which could have come packed.
     """
 
     lhs: OperandType
@@ -87,7 +87,6 @@ class MatmulCall:
     precision: Any = None
     fast_accumulation: bool = False
     reduce_dtype: np.dtype | None = None
-    stored: tuple[Side, ...] = ()
 
     @property
     def text(self) -> str:
@@ -118,7 +117,7 @@ class RaggedCall:
       lhs: `[p, k]`, or `[k, m]` if the rows are contracted.
       rhs: a matrix for each group, its only batch axis; or `[k, n]`.
       num_groups: g; the product is `[p, n]`, or `[g, m, n]`.
-      out_dtype: as in `MatmulCall`, and precision and stored.
+      out_dtype: as in `MatmulCall`, and precision.
     """
 
     lhs: OperandType
@@ -126,7 +125,6 @@ class RaggedCall:
     num_groups: int
     out_dtype: np.dtype
     precision: Any = None
-    stored: tuple[Side, ...] = ()
 
     @property
     def text(self) -> str:
@@ -289,7 +287,7 @@ class PackCall:
         k = axes.contracting
         if not axes.kept or axis % axes.ndim != k[-1]:
             return f"packs blocks along the last contracted axis, got {self}"
-        if not axes.is_canonical:
+        if not axes.has_canonical_order:
             return f"packs contracted axes before or after all kept ones, got {self}"
         if isinstance(block, int) and len(k) > 1 and shape[k[-1]] % block:
             return f"needs whole blocks along the last of several contracted axes, got {self}"
@@ -480,3 +478,21 @@ def rejects_symbolic(call: Call) -> str | None:
         if not all(isinstance(size, int) for size in shape):
             return f"needs constant sizes, got shape={shape}"
     return None
+
+
+C = TypeVar("C", bound=MatmulCall | RaggedCall)
+
+
+def unpacked_for(
+    call: C, rhs: PackedMXArray, reason: str = "devices cannot share its layout"
+) -> tuple[C, MXArray]:
+    """A product's call and right operand where nothing reads its packed weights; warns, since
+    unpacking is slow."""
+    operation = "ragged_dot" if isinstance(call, RaggedCall) else "matmul"
+    warnings.warn(
+        f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to "
+        f"backend {rhs.backend}, and {reason}; pass the MXArray, or pack it where the product runs",
+        stacklevel=2,
+    )
+    weights = rhs.unpack()
+    return dataclasses.replace(call, rhs=OperandType.of(weights, call.rhs.axes)), weights

@@ -21,7 +21,6 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends import calls
 from mx_jax.backends.calls import MatmulCall, OperandType, QuantizeCall
-from mx_jax.backends.stored import unpacked_for
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
@@ -78,7 +77,7 @@ def multiply(
 ) -> jax.Array:
     """A product that the compiler splits between devices."""
     if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
-        call, rhs = unpacked_for(call, rhs)
+        call, rhs = calls.unpacked_for(call, rhs)
     leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
     (product,) = SplitProduct(compute, call, tree)(*leaves)
     return product

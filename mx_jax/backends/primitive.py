@@ -21,12 +21,11 @@ from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, find, select
-from mx_jax.backends.stored import readable
 from mx_jax.backends.target import SelectionContext, Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager
 from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.packed import PackedRows, Rows, unpacked
+from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 
 # Calls whose results are codes and integers: no derivative reaches through them.
 _NON_DIFFERENTIABLE = (
@@ -59,8 +58,7 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
         one = call
         if isinstance(call, QuantizeBothCall) and find(call, target) is None:
             one = call.first
-        if select(one, target).offer.trace_in_place and target.counted:
-            return _compute(call, target, *operands)
+        select(one, target)
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         # Types would have to say where results lie: plain JAX's do.
@@ -264,9 +262,11 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
         operands = (queries, *(_decoded(x, target) for x in rows), position)
     if isinstance(call, MatmulCall | calls.RaggedCall):
         lhs, rhs, *rest = operands
-        name, offer, rejections = choice.backend.name, choice.offer, choice.rejections
-        call, rhs = readable(call, lhs, rhs, offer, name, rejections)
-        operands = (lhs, rhs, *rest)
+        if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
+            why = dict(choice.rejections).get(rhs.backend, "it is not asked here")
+            reason = f"{choice.backend.name} takes this product ({rhs.backend}: {why})"
+            call, rhs = calls.unpacked_for(call, rhs, reason)
+            operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
 
 
@@ -357,7 +357,7 @@ def _primitive(name: str) -> Any:
 
 
 def _types(*types: Any, work: Work) -> list[Any]:
-    # `result_type`, written out: every equation passes here, and need not enter another file.
+    # `result_aval`, written out: every equation passes here, and need not enter another file.
     like, sizes = types[0], tuple(size for size, _ in reversed(work.batches))
     return [
         like.update(

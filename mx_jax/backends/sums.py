@@ -29,17 +29,13 @@ class SumScale(NamedTuple):
 def row_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
     """The block scales of an operand whose blocks are whole along the contracted axes."""
     scale = operand.format.scale
-    values = each_row(operand, scale_to_float32(operand.scales, scale))
-    return SumScale(_in_product(side, values, call), scale.kind == "divisor")
-
-
-def each_row(operand: MXArray, values: jax.Array, contracted: int | None = None) -> jax.Array:
-    """Scales of blocks, as often as there are rows that share one; along one axis left as it is."""
+    values = scale_to_float32(operand.scales, scale)
     for axis, size in operand.blocks:
-        if isinstance(size, int) and axis % operand.ndim != contracted:
+        if isinstance(size, int):
+            # As often as there are rows that share one.
             values = jnp.repeat(values, size, axis)
             values = lax.slice_in_dim(values, 0, operand.shape[axis], axis=axis)
-    return values
+    return SumScale(_in_product(side, values, call), scale.kind == "divisor")
 
 
 def tensor_scale(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumScale, ...]:
@@ -106,7 +102,7 @@ def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
     bits = float32.to_bits(values)
     magnitude = float32.bitwise_and(bits, float32.ABS)
-    biased, mantissa = float32.normalize(magnitude)
+    biased, mantissa = float32.split_exponent_mantissa(magnitude)
     ordinary = float32.gt(magnitude, 0)
     ordinary = float32.bitwise_and(ordinary, float32.lt(magnitude, float32.INF))
     sign = float32.bitwise_and(bits, float32.SIGN)

@@ -12,9 +12,24 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from mx_jax.axes import Side
+from mx_jax.backends import calls
 from mx_jax.backends.calls import Call
 from mx_jax.codecs.lowering import Lowering, lowering
+
+# What a call asks for, in words for users.
+ASKS: Mapping[type[Call], str] = {
+    calls.MatmulCall: "multiply",
+    calls.RaggedCall: "multiply rows in groups",
+    calls.QuantizeCall: "cast",
+    calls.QuantizeBothCall: "cast along both axes at once",
+    calls.ValuesCall: "give the values of codes that are not there yet",
+    calls.DequantizeCall: "dequantize",
+    calls.PackCall: "lay out weights",
+    calls.AttendCall: "attend over a cache",
+    calls.CastStatisticsCall: "count what casts lose",
+    calls.RandomBitsCall: "draw random bits",
+    calls.TransformCall: "transform",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,24 +275,17 @@ class Offer:
         call)` to float32, within a product's bound.
       label: what computes it, in words, where the backend's name does not say it; or a function
         of a call that it takes.
-      lays_out: the side whose weights, which did not come packed, it brings into a layout of its
-        own, at every call and in more than one kernel: then who stored them is told of
-        `pack_weights`. None: neither.
       takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
         draws them itself; else they are drawn before.
       takes_parts: whether it may compute a device's part of a call that the compiler splits.
-      trace_in_place: whether `run` is traced with its caller and not when it is lowered:
-        interpreters of kernels have effects, which JAX wants to see.
     """
 
     call: type[Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     label: str | Callable[[Any], str] = ""
-    lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
     takes_parts: bool = True
-    trace_in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,7 +314,7 @@ class Backend:
         """Why a call is not taken on a machine, or None."""
         offer = self.offers.get(type(call))
         if offer is None:
-            return f"does not implement {type(call).__name__}"
+            return f"does not {ASKS[type(call)]}"
         return offer.rejects(call, target)
 
     def run(self, call: Call, *operands: Any) -> Any:

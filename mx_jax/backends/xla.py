@@ -6,7 +6,6 @@ s_b`: the codes go to the platform's matrix units as they are. All else is decod
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes, Side
 from mx_jax.backends import calls, sums
 from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
@@ -165,6 +164,11 @@ def _rejects(call: AnyProduct, target: Target) -> str | None:
                 f"needs element times block scale in {_DIGITS} binary digits, got {side}="
                 f"{operand.format.name}, significand_bits={operand.format.significand_bits}"
             )
+        if isinstance(call, RaggedCall) and operand.scale_axes:
+            return (
+                f"needs scales that leave the sums of a whole group, got {side}={operand.text}, "
+                f"a tensor scale for each position of axes={operand.scale_axes}"
+            )
         if set(operand.scale_axes) & set(operand.axes.contracting):
             return (
                 f"needs one tensor scale along the contracted axes, got {side} with one for each "
@@ -190,39 +194,11 @@ def _is_highest(call: AnyProduct) -> bool:
     )
 
 
-def _rejects_product(call: MatmulCall, target: Target) -> str | None:
-    """As `_rejects`; blocks under float32 scales by `precision="highest"`, on one device."""
-    sizes = {size for _, operand in call.sides if (size := _block_size(operand)) is not None}
-    reason = _rejects(call, target)
-    if not sizes or reason is not None:
-        return reason
-    if not _is_highest(call):
-        return (
-            "multiplies blocks under float32 scales one after another, exactly: for "
-            f"precision='highest', got precision={call.precision}"
-        )
-    k = [call.lhs.shape[axis] for axis in call.lhs.axes.contracting]
-    if len(sizes) > 1 or len(k) > 1 or k == [0]:
-        return (
-            "needs blocks of one size along one contracted axis under float32 scales, got "
-            f"blocks={sorted(sizes)}, k={k}"
-        )
-    if target.num_devices > 1:
-        return (
-            "multiplies blocks under float32 scales one after another, on one device, got "
-            f"num_devices={target.num_devices}"
-        )
-    return calls.rejects_symbolic(call)
-
-
-def _rejects_groups(call: RaggedCall, target: Target, *, rounded: bool = False) -> str | None:
-    """As `_rejects`; and scales must leave the sums of a whole group, or be in rounded values."""
+def _rejects_exact(call: AnyProduct, target: Target) -> str | None:
+    """As `_rejects`; and no blocks under float32 scales, which leave no sum."""
     for side, operand in (("lhs", call.lhs), ("rhs", call.rhs)):
-        if operand.scale_axes or (not rounded and _block_size(operand) is not None):
-            return (
-                f"needs scales that leave the sums of a whole group, got {side}={operand.text}, "
-                f"a tensor scale for each position of axes={operand.scale_axes}"
-            )
+        if _block_size(operand) is not None:
+            return f"needs blocks' scales of few digits, not of float32, got {side}={operand.text}"
     return _rejects(call, target)
 
 
@@ -235,15 +211,18 @@ def _rejects_rounded(call: AnyProduct, target: Target) -> str | None:
         )
     if _is_highest(call):
         return "rounds values to bfloat16, got precision='highest'"
-    if isinstance(call, RaggedCall):
-        return _rejects_groups(call, target, rounded=True)
     return _rejects(call, target)
 
 
 def block_values(operand: Operand) -> tuple[jax.Array, float]:
-    """Bfloat16 values without tensor and float32 scales; a power of two that sums lack."""
+    """Bfloat16 values without tensor scales and float32 scales that leave the sums; a power of two
+    that sums lack."""
     if not isinstance(operand, MXArray):
         return operand, 1.0
+    if _block_size(operand) is not None:
+        # Rounded: element times scale has more digits. The largest float32 would round to Inf.
+        values = (decode(operand, jnp.float32) * 2.0**-_HEADROOM).astype(jnp.bfloat16)
+        return values, 2.0**_HEADROOM
     if operand.format.scale.is_float32:
         values = element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16)
         return values, 1.0
@@ -259,11 +238,9 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
     return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
 
 
-def _values(
-    of: Callable[[Operand], tuple[jax.Array, float]], lhs: Operand, rhs: Operand, call: AnyProduct
-) -> tuple[jax.Array, jax.Array, float]:
-    """Both operands' values as a function gives them, and what their sums lack."""
-    (left, left_factor), (right, right_factor) = of(lhs), of(rhs)
+def _values(lhs: Operand, rhs: Operand, call: AnyProduct) -> tuple[jax.Array, jax.Array, float]:
+    """Both operands' `block_values`, and what their sums lack."""
+    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
     if min(call.lhs.rows, call.rhs.rows) > _FEW:
         # Inside of a product XLA would decode them for each tile, and compile for minutes.
         # Each by itself: what products share stays the same to XLA.
@@ -272,15 +249,6 @@ def _values(
             for x in (left, right)
         )
     return left, right, left_factor * right_factor
-
-
-def _rounded_values(operand: Operand) -> tuple[jax.Array, float]:
-    """As `block_values`, but blocks under float32 scales come with them, rounded."""
-    if not isinstance(operand, MXArray) or _block_size(operand) is None:
-        return block_values(operand)
-    # The largest float32 would round to Inf.
-    values = (decode(operand, jnp.float32) * 2.0**-_HEADROOM).astype(jnp.bfloat16)
-    return values, 2.0**_HEADROOM
 
 
 def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
@@ -332,25 +300,25 @@ def _under_exponent_on_tpus(
     return split_axes(values, codes.shape, (codes.ndim - 1,))
 
 
-def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall, *, rounded: bool = False) -> jax.Array:
-    left, right, factor = _values(_rounded_values if rounded else block_values, lhs, rhs, call)
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    left, right, factor = _values(lhs, rhs, call)
     of_sums: list[SumScale] = []
-    of_blocks: list[SumScale] = []
-    for operand, (side, operand_type) in zip((lhs, rhs), call.sides, strict=True):
-        if not isinstance(operand, MXArray):
+    for operand, (side, _) in zip((lhs, rhs), call.sides, strict=True):
+        if not isinstance(operand, MXArray) or _block_size(operand) is not None:
             continue
-        if _block_size(operand_type) is not None:
-            of_blocks += [] if rounded else [_block_scales(side, operand, call)]
-        elif operand.format.scale.is_float32:
+        if operand.format.scale.is_float32:
             of_sums.append(sums.row_scales(side, operand, call))
         else:
             of_sums += sums.tensor_scale(side, operand, call)
-    if of_blocks:
-        size = _block_size(call.lhs) or _block_size(call.rhs) or 0
-        product = _blockwise_dot(left, right, size, of_blocks, call)
-    else:
-        product = _shared_dot(left, right, call)
-    product = sums.scaled(product, *of_sums)
+    # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
+    product = lax.dot_general(
+        left,
+        right,
+        call.dimension_numbers,
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=_shared_dtype(call),
+    )
+    product = sums.scaled(product.astype(jnp.float32), *of_sums)
     return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
 
 
@@ -361,68 +329,10 @@ def _shared_dtype(call: MatmulCall) -> Any:
     return jnp.float32 if lowering.value.on_one_device or dtype == jnp.float16 else dtype
 
 
-def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    return _dot(left, right, call.dimension_numbers, _shared_dtype(call)).astype(jnp.float32)
-
-
-def _dot(
-    left: jax.Array,
-    right: jax.Array,
-    dimensions: lax.DotDimensionNumbers,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:
-    # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
-    default = lax.Precision.DEFAULT
-    return lax.dot_general(left, right, dimensions, precision=default, preferred_element_type=dtype)
-
-
-def _block_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
-    """Scales of an operand's blocks, `[blocks, *batch, *m, *n]`, ones for the other's axes."""
-    operand_type, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
-    (contracted,) = operand_type.axes.contracting
-    values = jnp.moveaxis(sums.each_row(operand, operand.scales, contracted), contracted, 0)
-    first = values.ndim if side == "lhs" else 1 + call.num_batch
-    values = jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))
-    return SumScale(values, operand.format.scale.kind == "divisor")
-
-
-def _blockwise_dot(
-    lhs: jax.Array, rhs: jax.Array, size: int, scales: Sequence[SumScale], call: MatmulCall
-) -> jax.Array:
-    """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each."""
-    operands = []
-    for x, (_, operand_type) in zip((lhs, rhs), call.sides, strict=True):
-        # `[blocks, ...]`, each a piece of the axis; the last is filled up with zeros.
-        (axis,) = operand_type.axes.contracting
-        pieces, _ = blocks.split(x, ((axis - x.ndim, size),), fill=True)
-        operands.append(jnp.moveaxis(pieces, axis, 0))
-    # As many blocks at a time as leave their sums smaller than the operands; then the next ones.
-    count, (k,) = operands[0].shape[0], call.lhs.axes.contracting
-    entries = math.prod(call.lhs.shape) * call.rhs.rows // max(lhs.shape[k], 1)
-    together = max(1, min(count, (lhs.size + rhs.size) // max(entries, 1)))
-    together = max(n for n in range(1, together + 1) if count % n == 0)
-    dimensions = ProductAxes(call.lhs.axes.in_batch(), call.rhs.axes.in_batch()).dimension_numbers
-
-    def of_some(left: jax.Array, right: jax.Array, *factors: jax.Array) -> jax.Array:
-        kinds = (scale.divides for scale in scales)
-        dots = _dot(left, right, dimensions)
-        return sums.scaled(dots, *map(SumScale, factors, kinds)).sum(axis=0)
-
-    parts = [
-        x.reshape(count // together, together, *x.shape[1:])
-        for x in (*operands, *(scale.values for scale in scales))
-    ]
-    if count == together:
-        return of_some(*(x[0] for x in parts))
-    shape = jax.eval_shape(of_some, *(x[0] for x in parts))
-    start = jnp.zeros(shape.shape, shape.dtype)
-    return lax.scan(lambda total, part: (total + of_some(*part), None), start, parts)[0]
-
-
 def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    left, right, factor = _values(_rounded_values, lhs, rhs, call)
+    left, right, factor = _values(lhs, rhs, call)
     product = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
     )
@@ -465,8 +375,8 @@ XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, label=HOW),
-        Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, label=HOW),
+        Offer(call=MatmulCall, rejects=_rejects_exact, run=_multiply, label=HOW),
+        Offer(call=RaggedCall, rejects=_rejects_exact, run=_multiply_groups, label=HOW),
     ),
 )
 
@@ -474,18 +384,13 @@ XLA_BFLOAT16 = Backend(
 ROUNDED = "XLA bfloat16 dot of values rounded to bfloat16, each within 2^-8; float32 sums"
 
 # Blocks of DeepSeek's recipes: element times float32 scale has 28 binary digits. One dot of what
-# bfloat16 keeps of them costs what bfloat16's costs; exactly, it is a dot for each block.
+# bfloat16 keeps of them costs what bfloat16's costs; exactly, the reference multiplies float32.
 XLA_ROUNDED = Backend(
     name="xla_rounded",
     epsilon_bound=4.0,
     value_error=2.0**-8,
     table=(
-        Offer(
-            call=MatmulCall,
-            rejects=_rejects_rounded,
-            run=functools.partial(_multiply, rounded=True),
-            label=ROUNDED,
-        ),
+        Offer(call=MatmulCall, rejects=_rejects_rounded, run=_multiply, label=ROUNDED),
         Offer(call=RaggedCall, rejects=_rejects_rounded, run=_multiply_groups, label=ROUNDED),
     ),
 )

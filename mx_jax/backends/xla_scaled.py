@@ -187,7 +187,7 @@ class Matrices(NamedTuple):
 
 def _stacked(array: jax.Array, axes: Axes) -> jax.Array:
     """`[batch, rows, k]`, or `[batch, k, rows]`."""
-    matrices = axes.as_matrices(array)
+    matrices = axes.merge_groups(array)
     return matrices.reshape(math.prod(array.shape[: len(axes.batch)]), *matrices.shape[-2:])
 
 

@@ -2,7 +2,7 @@
 
 The package of that name checks what is read. It writes only what is in memory whole, so writing is
 done here. Several files get names that no other checkpoint had: it changes at the moment at which
-the new index takes its place, and who reads an earlier one meets no file of a later one.
+the new index takes its place.
 """
 
 import contextlib
@@ -12,13 +12,12 @@ import itertools
 import json
 import math
 import numbers
-import os
 import re
 import secrets
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -27,7 +26,7 @@ import safetensors
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mx_jax.checkpoint.writers import only_writer, replacing
+from mx_jax.checkpoint.writers import remove_partial, replacing
 from mx_jax.codecs import packing
 
 # The format's dtypes, by its names for them.
@@ -62,9 +61,6 @@ WHOLE = "model.safetensors"
 # With what makes a later checkpoint's names its own before the numbers, where others that go by
 # names expect it; behind them it was before.
 NUMBERED = re.compile(r"model-(?:[0-9a-f]{8}-)?(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
-# Whether complete files of an interrupted call are reused: never, after comparing every value, or
-# ("vouched") after comparing the first, where the caller knows that the arguments were the same.
-Resume = bool | Literal["vouched"]
 # Called with a tensor's name and its bytes once they are done.
 Step = Callable[[str, int], None]
 
@@ -238,16 +234,12 @@ def _array(stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.nd
 # Several files ---------------------------------------------------------------------------------
 
 
-def check_sizes(largest: int | None, resume: Resume, where: str) -> None:
-    """ValueError for a size of files that is none, or something to resume where there is one."""
-    if resume not in (False, True, "vouched"):
-        raise ValueError(f"{where}: resume={resume!r} must be True, False or 'vouched'")
+def check_size(largest: int | None, where: str) -> None:
+    """ValueError for a size of files that is none."""
     if largest is not None and not (isinstance(largest, numbers.Real) and largest >= 1):
         raise ValueError(
             f"{where}: max_shard_size={largest!r} must be positive, a number of bytes as 5 * 10**9"
         )
-    if resume and largest is None:
-        raise ValueError(f"{where}: resume needs several files; give max_shard_size")
 
 
 def write_files(
@@ -256,7 +248,6 @@ def write_files(
     metadata: Callable[[Collection[str]], Mapping[str, str]],
     *,
     max_shard_size: int | None,
-    resume: Resume,
     progress: bool,
     group: Callable[[str], str] = str,
 ) -> None:
@@ -264,29 +255,11 @@ def write_files(
     total = sum(entry.nbytes for entry in entries.values())
     with progress_bar("write", total, progress) as step:
         if max_shard_size is None:
-            with writing_whole_file(path):
-                write(path, entries, metadata(entries), step)
+            check_alone(path)
+            write(path, entries, metadata(entries), step)
             return
         path.mkdir(parents=True, exist_ok=True)
-        shards = _shards(entries, max_shard_size, group)
-        with only_writer(path):
-            _write_shards(path, shards, metadata, resume, step)
-
-
-@contextlib.contextmanager
-def writing_whole_file(path: Path) -> Iterator[None]:
-    """Lock the folder of a file that is all of its folder's checkpoint, as its name says."""
-    if path.name != WHOLE or not path.parent.is_dir():
-        yield
-        return
-    with only_writer(path.parent):
-        check_alone(path)
-        if _named(path.parent):
-            # By a save of several files that was stopped: it tells of tensors that are to go.
-            for file in _numbered(path.parent):
-                file.unlink()
-            (path.parent / INDEX).unlink()
-        yield
+        _write_shards(path, _shards(entries, max_shard_size, group), metadata, step)
 
 
 def check_alone(path: Path) -> None:
@@ -302,69 +275,36 @@ def _write_shards(
     folder: Path,
     shards: list[dict[str, Entry]],
     metadata: Callable[[Collection[str]], Mapping[str, str]],
-    resume: Resume,
     step: Step,
 ) -> None:
-    """Write files and their index to a folder that is locked."""
-    # Each file appears when it is whole, the index when all are. Until then an earlier checkpoint
-    # in the folder is read as it was; then its files go. What was never finished goes first, or a
-    # full disk would stay full.
-    earlier, count = _adopt_earlier(folder), f"{len(shards):05}"
-    for file, (_, of) in _numbered(folder).items():
-        if file.name not in earlier and not (resume and of == count):
-            file.unlink()
+    """Write files and their index: until that takes its place, an earlier checkpoint is read."""
+    # What was never finished goes first, or a full disk would stay full. An index that is damaged
+    # may be mended, and name any of the files.
+    names = [file.name for file in folder.glob("*.safetensors")]
+    numbered = [name for name in names if NUMBERED.fullmatch(name)]
+    earlier = _named(folder)
+    if not earlier:
+        stopped = {} if (folder / INDEX).is_file() else _incomplete(numbered)
+        earlier = {*numbered}.difference(*stopped.values())
+    for name in {*numbered} - earlier:
+        (folder / name).unlink()
+    remove_partial(folder, ".model-")
     mark = f"{secrets.token_hex(4)}-" if earlier else ""
-    new, named = set[str](), dict[str, str]()
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        place, said = (f"{number:05}", count), metadata(shard)
-        there = [file for file, which in _numbered(folder).items() if resume and which == place]
-        file = next((file for file in there if _holds(file, shard, said, resume)), None)
-        if file is None:
-            for file in there:
-                if file.name not in earlier:
-                    file.unlink()
-            file = folder / f"model-{mark}{number:05}-of-{count}.safetensors"
-            write(file, shard, said, step)
-        else:
-            for name, entry in shard.items():
-                step(name, entry.nbytes)
-        new.add(file.name)
-        named |= dict.fromkeys(shard, file.name)
-    # Where a disk has no locks, another may have taken them for what was never finished.
-    if gone := [file for file in sorted(new) if not (folder / file).is_file()]:
+        name = f"model-{mark}{number:05}-of-{len(shards):05}.safetensors"
+        write(folder / name, shard, metadata(shard), step)
+        weight_map |= dict.fromkeys(shard, name)
+    new = {*weight_map.values()}
+    if gone := [name for name in sorted(new) if not (folder / name).is_file()]:
         raise ValueError(
             f"checkpoint: {folder / gone[0]} was removed before all was written, as another that "
             "writes to the folder would; the checkpoint stays as it was; save again"
         )
     total = sum(entry.nbytes for shard in shards for entry in shard.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": named})
-    for file in (*_numbered(folder), folder / WHOLE):
-        if file.name not in new:
-            file.unlink(missing_ok=True)
-
-
-def _adopt_earlier(folder: Path) -> set[str]:
-    """Files that the folder's checkpoint may consist of; it gets an index if it can be read."""
-    files = sorted(folder.glob("*.safetensors"))
-    names = {file.name for file in files}
-    if (folder / INDEX).is_file():
-        # One that is damaged may be mended, and name any of them.
-        return _named(folder) or names
-    names -= {name for part in _incomplete(names).values() for name in part}
-    # What is read without an index gets one: what comes beside it is no part of it.
-    with contextlib.suppress(ValueError):  # Others may read what is not read here.
-        weight_map = _located([Reader.open(file) for file in files if file.name in names], "")
-        if weight_map:
-            write_json(folder / INDEX, {"weight_map": weight_map})
-    return names
-
-
-def _numbered(folder: Path) -> dict[Path, tuple[str, str]]:
-    """Numbered files of a folder: the number of each, and of how many."""
-    matches = [
-        (file, NUMBERED.fullmatch(file.name)) for file in sorted(folder.glob("*.safetensors"))
-    ]
-    return {file: (match[1], match[2]) for file, match in matches if match is not None}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for name in {*numbered, WHOLE} - new:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _incomplete(names: Iterable[str]) -> dict[int, list[str]]:
@@ -396,24 +336,6 @@ def _shards(
     return shards
 
 
-def _holds(
-    file: Path, shard: Mapping[str, Entry], metadata: Mapping[str, str], resume: Resume
-) -> bool:
-    """Whether a file holds a shard; `resume` as of `write_files`."""
-    text, compared = _header(shard, metadata), list(shard.items())
-    with file.open("rb") as there:
-        if there.read(len(text)) != text:
-            return False
-    try:
-        reader = Reader.open(file)
-    except ValueError:
-        return False
-    return all(
-        np.asarray(reader[name]).tobytes() == np.asarray(entry).tobytes()
-        for name, entry in compared[: 1 if resume == "vouched" else None]
-    )
-
-
 def _named(folder: Path) -> set[str]:
     """Files that a folder's index names; none where it has none, or a damaged one."""
     try:
@@ -427,42 +349,6 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
     if not path.is_dir():
         reader = Reader.open(path)
         return [reader], dict(reader.tensors)
-    while True:
-        with _same(path / INDEX) as is_same:
-            try:
-                opened = _readers(path, where)
-            except (ValueError, OSError):
-                if is_same():
-                    raise
-            else:
-                if is_same():
-                    return opened
-        # Another has replaced the checkpoint, and removed files before they were opened.
-
-
-@contextlib.contextmanager
-def _same(path: Path) -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether the file at a path, or none, is still what it was."""
-
-    def facts(file: Path | int) -> tuple[int, ...] | None:
-        try:
-            status = os.stat(file)
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        yield lambda: facts(path) is None
-        return
-    with file:  # While it is open, no other file gets its number.
-        before = facts(file.fileno())
-        yield lambda: facts(path) == before
-
-
-def _readers(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
-    """What a folder's index names now, or all files where it has none, or one that names none."""
     index, named = path / INDEX, dict[str, Any]()
     if index.is_file():
         named = read_table(index, "checkpoint.read").get("weight_map")
@@ -480,29 +366,23 @@ def _readers(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
         are = f"named by {INDEX}" if named else f"there and no {INDEX}"
         raise ValueError(
             f"{where}: {len(names)} of {count} files are {are}: it was not written to its end; "
-            "write it again, or with resume=True"
+            "write it again"
         )
     opened = {file.name: Reader.open(file) for file in files}
     entries: dict[str, Entry] = {}
-    for name, file in (named or _located([*opened.values()], where)).items():
+    for file, reader in opened.items() if not named else ():
+        for name in reader.tensors:
+            if name in named:
+                raise ValueError(
+                    f"{where}: {name} is in two files, {named[name]} and {file}, and no {INDEX} "
+                    "tells which counts; remove one"
+                )
+            named[name] = file
+    for name, file in named.items():
         if name not in opened[file].tensors:
             raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
         entries[name] = opened[file].tensors[name]
     return [*opened.values()], entries
-
-
-def _located(readers: list[Reader], where: str) -> dict[str, str]:
-    """From tensors to the names of their files; ValueError for one that is in two."""
-    located: dict[str, str] = {}
-    for reader in readers:
-        for name in reader.tensors:
-            if name in located:
-                raise ValueError(
-                    f"{where}: {name} is in two files, {located[name]} and {reader.path.name}, and "
-                    f"no {INDEX} tells which counts; remove one"
-                )
-            located[name] = reader.path.name
-    return located
 
 
 # Beside the tensors ----------------------------------------------------------------------------

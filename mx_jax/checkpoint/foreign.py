@@ -18,8 +18,8 @@ from mx_jax.checkpoint.gguf import gguf_in, read_gguf
 from mx_jax.checkpoint.layouts import ABSENT, LAYOUTS, Layout, config_of, named, stated_by
 from mx_jax.checkpoint.scales import stored_parts
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
-from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
-from mx_jax.checkpoint.wire import DESCRIPTION, own_weights
+from mx_jax.checkpoint.weights import Described, Stored, Weights, stored_plain
+from mx_jax.checkpoint.wire import DESCRIPTION, saved_weights
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import unpacked
 
@@ -72,7 +72,7 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
             raise ValueError(
                 f"{where}: mx_jax wrote it, and it says what it is; leave out layout={layout!r}"
             )
-        return own_weights(path, opened, where)
+        return saved_weights(path, opened, where)
     metadata = {key: value for reader in opened for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and NAMES in metadata:
         return Weights(path, read_torchao(opened, tensors, where), metadata)
@@ -221,14 +221,16 @@ def _check_left(
 def _read_quantized(
     layout: Layout, parts: Mapping[str, files.Entry], dtype: np.dtype, where: str
 ) -> MXArray:
+    described = Described(
+        format=layout.format,
+        blocks=layout.blocks,
+        shape=layout.shape(parts["codes"]),
+        dtype=dtype.name,
+        # Codes whose dtype says what they are come one in a byte.
+        packed=parts["codes"].dtype not in files.PACKED_BITS,
+    )
     arrays = {part: np.asarray(entry) for part, entry in parts.items()}
-    shape, scales = layout.shape(parts["codes"]), arrays["scales"]
-    whole, stated = arrays.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
-    facts: Any = {"format": layout.format, "blocks": layout.blocks, "dtype": dtype} | stated
-    # Codes whose dtype says what they are come one in a byte.
-    typed = parts["codes"].dtype in files.PACKED_BITS
-    bits = 8 if typed else layout.format.element.bits
-    return assembled(arrays["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
+    return described.assembled(arrays, where, layout=layout.name, divides=layout.divides)
 
 
 # Writing ---------------------------------------------------------------------------------------
@@ -240,7 +242,6 @@ def write(
     *,
     layout: str,
     max_shard_size: int | None = None,
-    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write weights as others store them, in one safetensors file or several.
@@ -255,7 +256,6 @@ def write(
       weights: from names to MXArrays as `read` gives them, blocks along `in`, and plain arrays.
       layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
-      resume: whether to keep whole files of an earlier call, as with `save`.
       progress: whether to show a bar on stderr.
 
     Raises:
@@ -272,9 +272,9 @@ def write(
       >>> checkpoint.read(path)["up.weight"].shape
       (8, 32)
     """
-    files.check_sizes(max_shard_size, resume, "checkpoint.write")
+    files.check_size(max_shard_size, "checkpoint.write")
     entries, metadata = entries_of(weights, layout)
-    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
+    sizes: Any = {"max_shard_size": max_shard_size, "progress": progress}
     files.write_files(Path(path), entries, lambda _: metadata, **sizes)
 
 

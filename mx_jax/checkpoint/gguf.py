@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from mx_jax.checkpoint.files import Entry, check_name
-from mx_jax.checkpoint.weights import Stored, Weights, assembled, plain, stored_plain
+from mx_jax.checkpoint.weights import Described, Stored, Weights, plain, stored_plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -51,10 +51,6 @@ class GgufType:
     decode: Callable[[Any], Any] | None = None
     format: BlockFormat | None = None  # of the MXArrays that hold it; None if none does
     dtype: np.dtype | None = None  # of plain numbers
-
-    @property
-    def quantized(self) -> bool:
-        return self.block > 1
 
 
 def _plain(name: str, dtype: type) -> GgufType:
@@ -171,7 +167,7 @@ class GgufTensor:
         # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
             if row.decode is not None:
-                by_xla = row.quantized and row.format is None
+                by_xla = row.block > 1 and row.format is None
                 return _values(stored, row.decode) if by_xla else row.decode(stored)
             quants: Any = importlib.import_module("gguf.quants")
             kind = quants.GGMLQuantizationType[row.name]
@@ -377,15 +373,16 @@ def _fetch(
         return plain(tensor.read().reshape(tensor.shape), where)
     if scale is not None:
         kind = tensors[scale].type
-        if kind.quantized:
+        if kind.block > 1:
             raise ValueError(
                 f"{where}: its tensor scale {scale} must be plain numbers, got {kind.name}"
             )
         whole = tensors[scale].read()
     # Beside NVFP4 is one number, or one an expert, or none, which means one.
     codes, scales = tensor.read()
-    size = tensor.type.block // scales.shape[-1]
-    facts: Any = {"shape": tensor.shape, "format": format, "blocks": ((-1, size),)}
-    return assembled(
-        codes, scales, whole, bits=8, **facts, dtype="float32", layout="GGUF", where=where
+    blocks = ((-1, tensor.type.block // scales.shape[-1]),)
+    described = Described(
+        format=format, blocks=blocks, shape=tensor.shape, dtype="float32", packed=False
     )
+    arrays = {"codes": codes, "scales": scales, "tensor_scale": whole}
+    return described.assembled(arrays, where, layout="GGUF")

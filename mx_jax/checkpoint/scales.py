@@ -217,10 +217,10 @@ class Plausibility:
     Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> q = mx_jax.quantize(jnp.full((2, 32), 4e4), "mxfp4")
-      >>> found = mx_jax.checkpoint.plausibility(q)
-      >>> found.amax, found.zeros, found.not_finite
+      >>> result = mx_jax.checkpoint.plausibility(q)
+      >>> result.amax, result.zeros, result.not_finite
       (32768.0, 0.0, 0)
-      >>> print(found.warnings[0])
+      >>> print(result.warnings[0])
       the largest value is 3.28e+04, which few weights have: is a scale of it taken the ...
     """
 
@@ -243,8 +243,8 @@ def plausibility(x: Quantized | jax.Array | np.ndarray) -> Plausibility:
     Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
-      >>> found = checkpoint.plausibility(mx_jax.quantize(jnp.zeros((2, 32)), "mxfp4"))
-      >>> found.zeros, found.warnings
+      >>> result = checkpoint.plausibility(mx_jax.quantize(jnp.zeros((2, 32)), "mxfp4"))
+      >>> result.zeros, result.warnings
       (1.0, ('all values are zero',))
     """
     if isinstance(x, Quantized):

@@ -16,7 +16,7 @@ import numpy as np
 from mx_jax import formats
 from mx_jax.checkpoint.files import Entry, Reader
 from mx_jax.checkpoint.scales import float32_blocks, stored_parts
-from mx_jax.checkpoint.weights import Stored, assembled, stored_plain
+from mx_jax.checkpoint.weights import Described, Stored, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats.element import same_facts
@@ -25,8 +25,9 @@ from mx_jax.mxarray import MXArray
 # What users and messages call it.
 TORCHAO = "torchao"
 NAMES = "tensor_names"
-QDATA, SCALE, TENSOR_SCALE = "qdata", "scale", "per_tensor_scale"
-ROLES = (QDATA, SCALE, TENSOR_SCALE)
+QDATA, SCALE = "qdata", "scale"
+_PARTS = {QDATA: "codes", SCALE: "scales", "per_tensor_scale": "tensor_scale"}
+ROLES = tuple(_PARTS)
 PLAIN, MX, NVFP4_TENSOR, FLOAT8 = "Tensor", "MXTensor", "NVFP4Tensor", "Float8Tensor"
 # Of MXTensor, by what it calls its elements. FP4 is two in a byte, FP6 one.
 ELEMENTS = {
@@ -95,9 +96,7 @@ def _stored(kind: str, data: Mapping[str, Any], parts: Mapping[str, Entry], wher
         raise ValueError(f"its class is {kind}; read are {MX}, {NVFP4_TENSOR} and {FLOAT8}")
     if len(codes.shape) < 2 or codes.dtype.itemsize != 1:
         raise ValueError(f"its {QDATA} is {codes.dtype}{list(codes.shape)}")
-    # FP6 is one code in a byte there.
-    bits = 4 if format.element.bits == 4 else 8
-    shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
+    shape = (*codes.shape[:-1], codes.shape[-1] * (2 if format.element.bits == 4 else 1))
     dtype = _plain_name(data["dtype" if kind == FLOAT8 else "orig_dtype"])
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}, known: {', '.join(_DTYPES)}")
@@ -112,23 +111,18 @@ def _stored(kind: str, data: Mapping[str, Any], parts: Mapping[str, Entry], wher
             f"{format.name} of shape={shape} needs {format.scale.dtype}{list(expected)}"
         )
 
+    # FP6 is one code in a byte there.
+    described = Described(
+        format=format, blocks=blocks, shape=shape, dtype=dtype, packed=format.element.bits == 4
+    )
+
     def fetch() -> MXArray:
-        stored, whole = np.asarray(scales), parts.get(TENSOR_SCALE)
+        arrays = {_PARTS[role]: np.asarray(entry) for role, entry in parts.items()}
         if swizzled:
             sizes = math.prod(expected[:-1]), expected[-1]
-            stored = packing.from_blocked_scales(stored.reshape(_tiles(expected)), *sizes)
-        return assembled(
-            np.asarray(codes),
-            stored,
-            None if whole is None else np.asarray(whole),
-            bits=bits,
-            shape=shape,
-            format=format,
-            blocks=blocks,
-            dtype=dtype,
-            layout=TORCHAO,
-            where=where,
-        )
+            tiles = arrays["scales"].reshape(_tiles(expected))
+            arrays["scales"] = packing.from_blocked_scales(tiles, *sizes)
+        return described.assembled(arrays, where, layout=TORCHAO)
 
     nbytes = sum(entry.nbytes for entry in parts.values())
     return Stored(shape=shape, nbytes=nbytes, fetch=fetch, layout=f"torchao-{kind}")

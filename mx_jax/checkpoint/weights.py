@@ -165,48 +165,57 @@ def stored_plain(entry: Entry, where: str) -> Stored:
     return Stored(**facts, fetch=lambda: plain(entry.fetch(), where), host=entry.fetch)
 
 
-def built(
-    codes: np.ndarray | jax.Array,
-    scales: np.ndarray | jax.Array,
-    whole: np.ndarray | jax.Array | None,
-    format: BlockFormat,
-    blocks: Blocks,
-    dtype: jax.typing.DTypeLike,
-    where: str,
-) -> MXArray:
-    """An MXArray on the device, if its parts fit together; `where` begins the error."""
-    array = MXArray(
-        codes=on_device(codes),
-        scales=on_device(scales),
-        tensor_scale=None if whole is None else jnp.asarray(whole),
-        format=format,
-        blocks=blocks,
-        dtype=jnp.dtype(dtype),
-    )
-    check_parts(array, where)
-    return array
+# The arrays of an MXArray, by name.
+CODES, SCALES, TENSOR_SCALE = "codes", "scales", "tensor_scale"
 
 
-def assembled(
-    codes: np.ndarray,
-    scales: np.ndarray,
-    whole: np.ndarray | None,
-    *,
-    bits: int,
-    shape: tuple[int, ...],
-    format: BlockFormat,
-    blocks: Blocks,
-    dtype: jax.typing.DTypeLike,
-    layout: str,
-    divides: bool = False,
-    where: str,
-) -> MXArray:
-    """A weight that others stored, codes in so many bits; ValueError for scales that are none."""
-    if format.tensor_scale:
-        one = np.ones(1, np.float32) if whole is None else whole
-        whole = tensor_scale(one, shape, divides=divides, layout=layout, where=where)
-    # Not -1: of no rows that could be any number.
-    packed = codes.view(np.uint8).reshape(*shape[:-1], packing.packed_length(shape[-1], bits))
-    scales = block_scales(scales, format, where).reshape(scales_shape(shape, blocks))
-    codes = packing.unpack(packed, bits, shape[-1])
-    return built(codes, scales, whole, format, blocks, dtype, where)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a file says of an MXArray; `packed`: codes at their real width, or one in a byte."""
+
+    format: BlockFormat
+    blocks: Blocks
+    shape: tuple[int, ...]
+    dtype: str
+    packed: bool = True
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the codes, whose last axis is in bytes."""
+        bits = self.format.element.bits if self.packed else 8
+        *rows, last = self.shape or (1,)
+        return (*rows, packing.packed_length(last, bits)) if self.shape else ()
+
+    def built(self, arrays: Mapping[str, Any], where: str) -> MXArray:
+        """An MXArray on the device, if its parts fit together; `where` begins the error."""
+        codes, whole = arrays[CODES], arrays.get(TENSOR_SCALE)
+        if self.packed and self.shape:
+            codes = packing.unpack(codes, self.format.element.bits, self.shape[-1])
+        array = MXArray(
+            codes=on_device(codes),
+            scales=on_device(arrays[SCALES]),
+            tensor_scale=None if whole is None else jnp.asarray(whole),
+            format=self.format,
+            blocks=self.blocks,
+            dtype=jnp.dtype(self.dtype),
+        )
+        check_parts(array, where)
+        return array
+
+    def assembled(
+        self, arrays: Mapping[str, Any], where: str, *, layout: str, divides: bool = False
+    ) -> MXArray:
+        """A weight that others stored; ValueError for scales that are none."""
+        codes, whole = arrays[CODES], arrays.get(TENSOR_SCALE)
+        parts = {
+            CODES: codes.view(np.uint8).reshape(self.stored_shape),
+            SCALES: block_scales(arrays[SCALES], self.format, where).reshape(
+                scales_shape(self.shape, self.blocks)
+            ),
+        }
+        if self.format.tensor_scale:
+            one = np.ones(1, np.float32) if whole is None else whole
+            parts[TENSOR_SCALE] = tensor_scale(
+                one, self.shape, divides=divides, layout=layout, where=where
+            )
+        return self.built(parts, where)

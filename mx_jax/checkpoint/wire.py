@@ -21,9 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.checkpoint import files
-from mx_jax.checkpoint.weights import Stored, Weights, built, stored_plain
+from mx_jax.checkpoint.weights import (
+    CODES,
+    SCALES,
+    TENSOR_SCALE,
+    Described,
+    Stored,
+    Weights,
+    stored_plain,
+)
 from mx_jax.codecs import packing
-from mx_jax.codecs.blocks import Blocks, check_parts
+from mx_jax.codecs.blocks import check_parts
 from mx_jax.formats import BlockFormat, BlockSize, Whole, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
@@ -32,7 +40,6 @@ from mx_jax.packed import Quantized, unpacked
 VERSION = 1
 # The key of the description, by which `from_wire` knows a dict; in a file, of the metadata.
 DESCRIPTION = "mx_jax"
-CODES, SCALES, TENSOR_SCALE = "codes", "scales", "tensor_scale"
 Keys = tuple[str | int, ...]
 _DTYPE_NAME = re.compile(r"(u?int|float|bfloat)\d+\w*")
 
@@ -51,53 +58,42 @@ def description(x: MXArray, **more: object) -> np.ndarray:
     return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Described:
-    """What `describe` wrote, read back; `packed`: codes at their real width, or one in a byte."""
-
-    format: BlockFormat
-    blocks: Blocks
-    shape: tuple[int, ...]
-    dtype: str
-    packed: bool = True
-
-    @classmethod
-    def read(cls, facts: Any, where: str) -> "Described":
-        """Check and read what `json.loads` gave."""
-        try:
-            if facts["version"] != VERSION:
-                version = facts["version"]
-                raise ValueError(f"is of version={version!r}, this mx_jax reads {VERSION}")
-            # Later versions may say more.
-            known = {name: facts[name] for name in ("format", "blocks", "shape", "dtype")}
-            packed = facts.get("packed") is not False
-            described: Described = from_json(cls, known | {"packed": packed}, "the description")
-            # What has the right type, and is impossible all the same.
-            least: list[tuple[int, int]] = [(length, 0) for length in described.shape]
-            least += [(size, 1) for _, size in described.blocks if not isinstance(size, Whole)]
-            for value, smallest in least:
-                if value < smallest:
-                    raise ValueError(f"needs integers from {smallest}, got {value}")
-            scale = described.format.scale
-            if (scale.kind == "element") != (scale.element is not None):
-                raise ValueError(f"a scale of kind={scale.kind!r} with element={scale.element}")
-            if scale.bits != (32 if scale.is_float32 else 8):
-                raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
-            named = [("dtype", described.dtype)]
-            for each in (described.format.element, scale, scale.element):
-                named += [("dtype_name", each.dtype_name)] if each and each.dtype_name else []
-            for what, name in named:
-                if not _DTYPE_NAME.fullmatch(name):
-                    raise ValueError(f"{what}={name!r} names no dtype")
-            if not jnp.issubdtype(jnp.dtype(described.dtype), jnp.floating):
-                raise ValueError(f"dtype={described.dtype!r} is no float dtype")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(
-                f"{where}: its description is no MXArray's: {said}; was it damaged, or written by "
-                "a newer mx_jax?"
-            ) from error
-        return described
+def read_description(facts: Any, where: str) -> Described:
+    """Check and read what `json.loads` gave."""
+    try:
+        if facts["version"] != VERSION:
+            version = facts["version"]
+            raise ValueError(f"is of version={version!r}, this mx_jax reads {VERSION}")
+        # Later versions may say more.
+        known = {name: facts[name] for name in ("format", "blocks", "shape", "dtype")}
+        packed = facts.get("packed") is not False
+        described: Described = from_json(Described, known | {"packed": packed}, "the description")
+        # What has the right type, and is impossible all the same.
+        least: list[tuple[int, int]] = [(length, 0) for length in described.shape]
+        least += [(size, 1) for _, size in described.blocks if not isinstance(size, Whole)]
+        for value, smallest in least:
+            if value < smallest:
+                raise ValueError(f"needs integers from {smallest}, got {value}")
+        scale = described.format.scale
+        if (scale.kind == "element") != (scale.element is not None):
+            raise ValueError(f"a scale of kind={scale.kind!r} with element={scale.element}")
+        if scale.bits != (32 if scale.is_float32 else 8):
+            raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
+        named = [("dtype", described.dtype)]
+        for each in (described.format.element, scale, scale.element):
+            named += [("dtype_name", each.dtype_name)] if each and each.dtype_name else []
+        for what, name in named:
+            if not _DTYPE_NAME.fullmatch(name):
+                raise ValueError(f"{what}={name!r} names no dtype")
+        if not jnp.issubdtype(jnp.dtype(described.dtype), jnp.floating):
+            raise ValueError(f"dtype={described.dtype!r} is no float dtype")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{where}: its description is no MXArray's: {said}; was it damaged, or written by "
+            "a newer mx_jax?"
+        ) from error
+    return described
 
 
 def from_json(kind: Any, facts: Any, name: str) -> Any:
@@ -177,7 +173,12 @@ def from_packed(
     if not -codes.ndim <= axis < codes.ndim:
         raise ValueError(f"from_packed: axis={axis} is out of range for shape={codes.shape}")
     blocks: tuple[tuple[int, BlockSize], ...] = ((axis % codes.ndim - codes.ndim, contracting),)
-    return built(codes, scales, tensor_scale, format, blocks, dtype, "from_packed")
+    arrays = {CODES: codes, SCALES: scales, TENSOR_SCALE: tensor_scale}
+    dtype = jnp.dtype(dtype).name
+    described = Described(
+        format=format, blocks=blocks, shape=codes.shape, dtype=dtype, packed=False
+    )
+    return described.built(arrays, "from_packed")
 
 
 def to_wire(tree: object) -> Any:
@@ -245,7 +246,7 @@ def from_wire(tree: object) -> Any:
             facts = json.loads(np.asarray(leaf[DESCRIPTION]).tobytes())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: its description is no JSON: {error}") from error
-        return _assemble(Described.read(facts, where), leaf, where)
+        return _assemble(read_description(facts, where), leaf, where)
 
     return jax.tree.map_with_path(go, tree, is_leaf=is_wire)
 
@@ -254,31 +255,24 @@ def _parts(x: MXArray) -> dict[str, files.Entry]:
     """An MXArray's arrays as they are stored, by name; each is fetched when its turn comes."""
     check_parts(x, "to_wire")
     bits = x.format.element.bits if x.ndim else 8
-    shape, byte = _stored_shape(x.shape, bits), np.dtype("uint8")
-    codes = files.Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
+    facts: Any = {"format": x.format, "blocks": x.blocks, "dtype": x.dtype.name}
+    shape = Described(shape=x.shape, **facts).stored_shape
+    codes = files.Entry(shape, np.dtype("uint8"), lambda: packing.pack(np.asarray(x.codes), bits))
     entries = {CODES: codes, SCALES: files.Entry.of(x.scales)}
     whole = x.tensor_scale
     return entries if whole is None else entries | {TENSOR_SCALE: files.Entry.of(whole)}
 
 
-def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
-    """Of the codes of a tensor: its last axis in bytes."""
-    return (*shape[:-1], packing.packed_length(shape[-1], bits)) if shape else ()
-
-
 def _assemble(described: Described, arrays: Mapping[str, Any], where: str) -> MXArray:
     """An MXArray of what `describe` and `_parts` gave; ValueError where they do not fit."""
-    bits = described.format.element.bits if described.packed else 8
-    shape, codes = described.shape, arrays[CODES]
-    expected = _stored_shape(shape, bits)
+    codes, expected = arrays[CODES], described.stored_shape
     if tuple(codes.shape) != expected or codes.dtype != np.uint8:
         raise ValueError(
-            f"{where}: codes must be uint8 of shape={expected} for a tensor of shape={shape} in "
-            f"{described.format.name}, got codes.dtype={codes.dtype}, codes.shape={codes.shape}"
+            f"{where}: codes must be uint8 of shape={expected} for a tensor of "
+            f"shape={described.shape} in {described.format.name}, got codes.dtype={codes.dtype}, "
+            f"codes.shape={codes.shape}"
         )
-    codes = packing.unpack(codes, bits, shape[-1]) if shape else codes
-    facts = described.format, described.blocks, described.dtype, where
-    return built(codes, arrays[SCALES], arrays.get(TENSOR_SCALE), *facts)
+    return described.built(arrays, where)
 
 
 # Files -----------------------------------------------------------------------------------------
@@ -289,7 +283,6 @@ def save(
     tree: Mapping[Any, Any],
     *,
     max_shard_size: int | None = None,
-    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
@@ -299,13 +292,12 @@ def save(
     safetensors find plain arrays, `<path>/codes` and `<path>/scales`. One tensor at a time is
     fetched from its device.
 
-    What is there stays as it is until all is written; killed at any moment, `load` gives all of the
-    old or all of the new. A file takes its place when it is whole; where that is a link, what it
-    names is replaced. Several files change with their index: the first are called
+    What is there stays until all is written. A file takes its place when it is whole; where that is
+    a link, what it names is replaced. Several files change with their index: the first are called
     `model-00001-of-00004.safetensors`, those that replace them
     `model-3f9c01d2-00001-of-00004.safetensors`, with digits that no other save has, and what they
     replace is removed at last. Readers that go by the index, as transformers and vLLM do, see one
-    checkpoint. Threads and processes that save to one folder wait for each other.
+    checkpoint. Of several processes let one save.
 
     Args:
       path: of the file, `.safetensors` by custom; of a folder, where there are to be several.
@@ -313,9 +305,6 @@ def save(
         that were packed for this machine are written as the MXArrays that they hold.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index, each
         of which describes its own tensors.
-      resume: whether to keep whole files that an earlier call left behind, if they hold the same
-        values. Each is fetched and compared; with `"vouched"` only the first of a file, which is
-        for a caller who knows that the earlier call was for the same, and whose values take long.
       progress: whether to show a bar on stderr.
 
     Raises:
@@ -332,7 +321,7 @@ def save(
       >>> checkpoint.load(path)["kernel"].format.name
       'mxfp4'
     """
-    files.check_sizes(max_shard_size, resume, "checkpoint.save")
+    files.check_size(max_shard_size, "checkpoint.save")
     entries: dict[str, files.Entry] = {}
     # The tensor of each entry, and the description of each tensor.
     owner: dict[str, str] = {}
@@ -363,8 +352,14 @@ def save(
             said["empty"] = empty
         return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
 
-    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
-    files.write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
+    files.write_files(
+        Path(path),
+        entries,
+        metadata,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        group=owner.__getitem__,
+    )
 
 
 def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:
@@ -393,7 +388,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
       ((64, 8), ((-2, 32),), True)
     """
     where = f"checkpoint.load: {os.fspath(path)}"
-    weights = own_weights(Path(path), files.readers_of(Path(path), where)[0], where)
+    weights = saved_weights(Path(path), files.readers_of(Path(path), where)[0], where)
     tree: dict[Any, Any] = {}
     total = sum(one.nbytes for one in weights.stored.values())
     with files.progress_bar("read", total, progress) as step:
@@ -405,7 +400,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
     return tree
 
 
-def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
+def saved_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
     """What `save` wrote, each tensor read at its look-up.
 
     `metadata["paths"]` has the keys of each, `metadata["empty"]` those of dicts without any.
@@ -434,7 +429,7 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
         undescribed, tensors = set(reader.tensors), []
         for keys, mx in described:
             name = _joined(keys)
-            facts = None if mx is None else Described.read(mx, f"{where}: {name}")
+            facts = None if mx is None else read_description(mx, f"{where}: {name}")
             # By what the format has, not by what is there: a tensor beside it may be called so.
             has_one = facts is not None and facts.format.tensor_scale
             held = (CODES, SCALES, TENSOR_SCALE) if has_one else (CODES, SCALES)

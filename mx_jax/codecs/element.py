@@ -205,7 +205,7 @@ def _rounded(
     random_bits: jax.Array | None = None,
 ) -> jax.Array:
     """Codes of the non-negative half, in integers."""
-    biased, mantissa = float32.normalize(magnitude)
+    biased, mantissa = float32.split_exponent_mantissa(magnitude)
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
     above = biased - (exponent + (127 + element.emin))
     fewest = 23 - element.mantissa_bits

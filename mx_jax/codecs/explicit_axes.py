@@ -95,7 +95,7 @@ def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     return lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
 
 
-def result_type(like: ShapedArray, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
+def result_aval(like: ShapedArray, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
     """The aval of a primitive's result, made from an operand's: it varies along the same axes."""
     sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)

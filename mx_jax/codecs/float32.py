@@ -87,7 +87,7 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def widened_bits(x: jax.Array) -> jax.Array:
-    """The same where a conversion of bfloat16 moves bits and does no more, as on TPUs."""
+    """As `to_bits`, where converting bfloat16 flushes no subnormals, as on TPUs."""
     return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 
 
@@ -110,7 +110,7 @@ def rounded(product: jax.Array) -> jax.Array:
     """A product that keeps its own rounding: LLVM would contract it and a sum into one FMA.
 
     Args:
-      product: float32; below the lowest finite one it becomes that.
+      product: float32; -inf becomes the lowest finite number.
     """
     return max(product, float(np.finfo(np.float32).min))
 
@@ -135,8 +135,8 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return from_bits(shift_left(add(exponent, 127), 23))
 
 
-def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Biased exponents and 23-bit mantissas of non-negative patterns, subnormals normalized."""
+def split_exponent_mantissa(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Biased exponents and 23-bit mantissas of patterns of numbers >= 0, as if none is subnormal."""
     # `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input: exponents of
     # subnormals are 0 to -22. Zero has exponent -149, below everything else, and mantissa 0.
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.

@@ -1,26 +1,17 @@
-"""Indexing, transposing, reshaping and updating a blocked tensor where every block stays whole.
-
-A tensor scale is never written: values under another one than the tensor's would be wrong, so they
-are refused; what is only known when it runs becomes NaN.
-"""
+"""Indexing, transposing and reshaping a blocked tensor where every block stays whole."""
 
 import dataclasses
 import math
 import operator
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.core import Tracer
 
-from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocked, Blocks, check_parts, num_blocks, scales_shape
-from mx_jax.codecs.scale import E8M0_NAN
-from mx_jax.codecs.straight_through import parted_codes
+from mx_jax.codecs.blocks import Blocked, Blocks, num_blocks, scales_shape
 from mx_jax.formats import WHOLE, BlockSize, Whole
 
 Shape = tuple[int, ...]
@@ -288,151 +279,3 @@ def _cut_error(new: Shape, shape: Shape, blocks: Blocks) -> ValueError:
         f"may be joined or divided where blocks lie along the last of them, in whole blocks; "
         f"dequantize() first, or reshape before quantizing"
     )
-
-
-# Updating -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class At(Generic[B]):
-    """`x.at` of an MXArray, to be indexed."""
-
-    array: B
-
-    def __getitem__(self, index: Index | tuple[Index, ...]) -> "Region[B]":
-        return Region(self.array, index)
-
-
-@dataclasses.dataclass(frozen=True)
-class Region(Generic[B]):
-    """`x.at[index]`: whole blocks of an MXArray, to be set."""
-
-    array: B
-    index: Index | tuple[Index, ...]
-
-    def set(self, values: B) -> B:
-        """The MXArray with other blocks there: `values`, an MXArray of that shape."""
-        x, operation = self.array, "MXArray.at[].set"
-        indexed = index_blocks(self.index, x.codes.shape, x.blocks)
-        here = jax.eval_shape(lambda codes: codes[indexed.codes], x.codes)
-        _check_values(values, x, here.shape, indexed.blocks, operation)
-        tensor_scale = x.tensor_scale
-        if tensor_scale is not None:
-            tensor_scale = index_tensor_scale(tensor_scale, indexed.codes)
-        scales = _valid_scales(values, _same_bits(tensor_scale, values, operation))
-        return dataclasses.replace(
-            x,
-            codes=parted_codes(x).at[indexed.codes].set(parted_codes(values)),
-            scales=x.scales.at[indexed.scales].set(scales),
-            primal=None,
-        )
-
-
-def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
-    """See `MXArray.dynamic_update_slice`."""
-    operation = "MXArray.dynamic_update_slice"
-    if len(start_indices) != len(x.codes.shape):
-        raise ValueError(
-            f"{operation}: needs a start for each axis, got {len(start_indices)} starts for "
-            f"shape={x.codes.shape}"
-        )
-    _check_values(update, x, update.codes.shape, x.blocks, operation)
-    starts = [jnp.asarray(start) for start in start_indices]
-    code_starts, scale_starts = list(starts), list(starts)
-    inside: dict[int, jax.Array] = {}  # of axes in blocks, whether the start is inside one
-    for axis, size in x.blocks:
-        length, written_length = x.codes.shape[axis], update.codes.shape[axis]
-        whole = written_length == length
-        if not whole and (isinstance(size, Whole) or written_length % size or length % size):
-            raise ValueError(
-                f"{operation}: axis={axis} has blocks of {size!r}, which are written whole, got "
-                f"shape={x.codes.shape}, update.shape={update.codes.shape}; write whole blocks"
-            )
-        if whole or isinstance(size, Whole):
-            scale_starts[axis] = jnp.zeros_like(starts[axis])
-            continue
-        inside[axis] = starts[axis] % size != 0
-        if not isinstance(inside[axis], Tracer) and bool(inside[axis]):
-            raise ValueError(
-                f"{operation}: a start must lie between blocks of {size}, got "
-                f"start={starts[axis]} on axis={axis}; use a multiple of {size}"
-            )
-        scale_starts[axis] = starts[axis] // size
-        code_starts[axis] = scale_starts[axis] * size
-    written = _valid_scales(update, _same_bits(x.tensor_scale, update, operation))
-    scales = lax.dynamic_update_slice(x.scales, written, scale_starts)
-    if any(isinstance(start, Tracer) for start in inside.values()):
-        scales = _mark_cut(scales, written.shape, scale_starts, inside, _nan_scale(x))
-    codes, values = parted_codes(x), parted_codes(update)
-    return dataclasses.replace(
-        x, codes=lax.dynamic_update_slice(codes, values, code_starts), scales=scales, primal=None
-    )
-
-
-def _mark_cut(
-    scales: jax.Array,
-    written: Shape,
-    starts: Sequence[jax.Array],
-    inside: dict[int, jax.Array],
-    nan: np.ndarray,
-) -> jax.Array:
-    """Scales with NaN for all blocks that a start inside of one touches: one more on its axis."""
-    ndim, first, corner, sizes = scales.ndim, [], [], []
-    for axis, (start, length, count) in enumerate(zip(starts, scales.shape, written, strict=True)):
-        start = jnp.where(start < 0, start + length, start)
-        first.append(jnp.clip(start, 0, length - count))
-        sizes.append(min(count + (axis - ndim in inside), length))
-        corner.append(jnp.minimum(first[axis], length - sizes[axis]))
-    cut = jnp.stack(list(inside.values())).any()
-    for axis in range(ndim):
-        block = lax.broadcasted_iota(np.int32, sizes, axis) + corner[axis] - first[axis]
-        cut &= (block >= 0) & (block < written[axis] + inside.get(axis - ndim, 0))
-    part = jnp.where(cut, nan, lax.dynamic_slice(scales, corner, sizes))
-    return lax.dynamic_update_slice(scales, part, corner)
-
-
-def _check_values(values: object, x: Blocked, shape: Shape, blocks: Blocks, operation: str) -> None:
-    """Raise unless values are an MXArray that may stand in that part of x."""
-    if not isinstance(values, type(x)):
-        raise TypeError(
-            f"{operation}: needs an MXArray, got values of type {type(values).__name__}; quantize "
-            f"them first, format={x.format.name}, with blocks={blocks}"
-        )
-    check_parts(values, operation)
-    facts = (values.codes.shape, values.format, sorted(values.blocks))
-    if facts != (shape, x.format, sorted(blocks)):
-        raise ValueError(
-            f"{operation}: values must have the format, the shape and the blocks of what they "
-            f"replace, format={x.format.name}, shape={shape}, blocks={blocks}, got "
-            f"format={values.format.name}, shape={values.codes.shape}, blocks={values.blocks}; "
-            "quantize them likewise"
-        )
-
-
-def _same_bits(tensor_scale: jax.Array | None, values: Blocked, operation: str) -> jax.Array:
-    """Whether values are under that tensor scale; raises if they are known not to be."""
-    if tensor_scale is None:
-        return jnp.bool_(True)
-    assert values.tensor_scale is not None
-    same = (float32.to_bits(tensor_scale) == float32.to_bits(values.tensor_scale)).all()
-    if not isinstance(same, Tracer) and not bool(same):
-        raise ValueError(
-            f"{operation}: values must be under the array's tensor scale, got "
-            f"tensor_scale={np.asarray(tensor_scale)} and values.tensor_scale="
-            f"{np.asarray(values.tensor_scale)}; quantize them with tensor_scale=x.tensor_scale"
-        )
-    return same
-
-
-def _valid_scales(values: Blocked, valid: jax.Array) -> jax.Array:
-    """The scales of values, or those that make blocks NaN."""
-    return jnp.where(valid, values.scales, _nan_scale(values))
-
-
-def _nan_scale(x: Blocked) -> np.ndarray:
-    """The scale that makes a block NaN, as it is stored."""
-    scale = x.format.scale
-    nan = np.nan if scale.is_float32 else E8M0_NAN
-    if scale.element is not None:
-        nan = scale.element.nan_code
-    return np.array(nan, scale.storage_dtype)

@@ -79,9 +79,8 @@ _refuse_again = functools.partial(
 _refuse_parted = functools.partial(
     _refuse,
     remedy="they left the jit, scan, cond, checkpoint or other transformation in which they were "
-    "made, entered one as an argument, or were packed or written into others: hand on x, and "
-    "quantize it where its codes are used; if no gradient is wanted, write "
-    "quantize(lax.stop_gradient(x), ...)",
+    "made, entered one as an argument, or were packed: hand on x, and quantize it where its codes "
+    "are used; if no gradient is wanted, write quantize(lax.stop_gradient(x), ...)",
 )
 
 

@@ -5,7 +5,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mx_jax.formats.removed import whereabouts
@@ -19,18 +19,14 @@ COMMANDS = {
     "dequantize": "mx_jax.commands.quantize",
     "convert": "mx_jax.commands.convert",
     "inspect": "mx_jax.commands.inspect",
-    "diff": "mx_jax.commands.diff",
 }
 
 
-def main(
-    arguments: Sequence[str] | None = None, started: Callable[[], object] | None = None
-) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
     Args:
       arguments: words after the program's name; default: those of the process.
-      started: called once the command's modules are loaded and its words are understood.
     """
     # Closed when Python started, as a daemon's are; a file that is opened would take their number.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
@@ -44,15 +40,18 @@ def main(
         # In Python 3.11 and 3.12 argparse takes the value away and fails.
         if word.startswith("-") and word.endswith("=--"):
             parser.error(f"argument {word.removesuffix('=--')}: expected a value, got --")
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        places = (whereabouts(word.lstrip("-").partition("=")[0]) for word in unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(places)}")
     if options.command is None:
         parser.print_help()
         return 0
-    if started is not None:
-        started()
     try:
         status = options.run(options)
         sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         return _refused(str(error))
     except Exception:

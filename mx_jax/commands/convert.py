@@ -19,34 +19,28 @@ LAYOUT is mx_jax, a layout's name, or a program's, which means its layout for th
 import argparse
 import dataclasses
 import enum
-import functools
-import re
-from collections.abc import Callable
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import deferred, progress_bar
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, named
 from mx_jax.checkpoint.scales import finite_scales, small_tensor_scale
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.commands import stream
 from mx_jax.commands.output import Commands, print_table, say, watched
-from mx_jax.commands.rules import format_rule, fused, judge, quantized_like
+from mx_jax.commands.rules import fused
 from mx_jax.mxarray import MXArray
 
 
 class How(enum.Enum):
-    """What becomes of a tensor; the last two change values."""
+    """What becomes of a tensor; one that does not fit is not written."""
 
     COPIED = "copied"
     TRANSCODED = "transcoded exactly"
     ROUNDED = "tensor scale rounded"
-    REQUANTIZED = "requantized"
+    REFUSED = "does not fit"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,7 @@ class Conversion:
 
 def add_to(commands: Commands) -> None:
     """Add the command to a parser's subparsers."""
-    written = [stream.OWN, *(row.name for row in LAYOUTS), TORCHAO]
+    written = [stream.MX_JAX, *(row.name for row in LAYOUTS), TORCHAO]
     help = "store quantized weights as another program does"
     text = (
         f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(stream.programs())}"
@@ -77,7 +71,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--inexact",
         action="store_true",
-        help="where it does not fit: round the tensor scale, or quantize the values anew",
+        help="round tensor scales that the layout stores inverted, where they would change",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
 
@@ -91,12 +85,7 @@ def run(options: argparse.Namespace) -> int:
     layout = stream.layout_for(
         options.to, {name: stream.as_it_is(one) for name, one in read_all}, weights.path
     )
-    row = None if layout in (stream.OWN, TORCHAO) else named(layout)
-    if row is not None:
-        apart, before = _experts_apart(weights, row), len(weights)
-        if len(apart) > before:
-            say(f"the experts of gpt-oss, one by one: {before} tensors become {len(apart)}")
-        weights = apart
+    row = None if layout in (stream.MX_JAX, TORCHAO) else named(layout)
     planned = []
     with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
         for name, one in weights.stored.items():
@@ -104,17 +93,19 @@ def run(options: argparse.Namespace) -> int:
             step(name, one.nbytes)
     planned = planned if row is None else _scaled_alike(weights, planned, row)
     changed = [each for each in planned if each.how is not How.COPIED]
-    inexact = [each for each in changed if each.how is not How.TRANSCODED]
+    allowed = {How.TRANSCODED, How.ROUNDED} if options.inexact else {How.TRANSCODED}
+    refused = [each for each in changed if each.how not in allowed]
     tensors = {each.name: each.tensor for each in planned}
     if options.dry_run:
         _print(changed or planned)
-    if inexact and not options.inexact:
-        first = inexact[0]
+    if refused:
+        first = refused[0]
         why = first.reason or f"{first.unfit} of {first.blocks} blocks do not fit"
         raise ValueError(
-            f"convert: {weights.path}: {len(inexact)} of {len(planned)} tensors cannot be stored "
+            f"convert: {weights.path}: {len(refused)} of {len(planned)} tensors cannot be stored "
             f"as {layout} without loss, such as {first.name} in {first.source}: {why}; "
-            "--dry-run lists them, --inexact changes their values"
+            "--dry-run lists them, --inexact rounds tensor scales; for other codes dequantize the "
+            "checkpoint, and quantize the result"
         )
     if options.dry_run:
         stream.check_layout(tensors, layout, values=True)
@@ -163,9 +154,7 @@ def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
     except ValueError as error:
         changed = {"reason": str(error)}
     if changed.get("unfit", 1):
-        # The tensor scale of what is quantized anew is not known yet, and no other's has to be it.
-        changed |= {"how": How.REQUANTIZED, "tensor_scale": None}
-        changed["tensor"] = _requantized(name, one, row)
+        changed |= {"how": How.REFUSED, "tensor_scale": None}
     return Conversion(**same | changed)
 
 
@@ -182,22 +171,6 @@ def _transcoded(
 
     facts = {"how": How.TRANSCODED, "blocks": unfit.size, "unfit": int(unfit.sum())}
     return facts | {"tensor_scale": scale, "tensor": deferred(make, like)}
-
-
-def _requantized(name: str, one: Stored, row: Layout) -> Any:
-    """Quantized anew along the contracted axis by the rule that loses least, or a ValueError."""
-    struct = jax.ShapeDtypeStruct(one.shape, jnp.float32)
-    axis = -2 if row.transposes(name, len(one.shape)) else -1
-    judged = judge((format_rule(".*", row.format, axis=axis),), name, struct)
-    if not judged.quantizes:
-        reason = judged.decision.reason if judged.decision else "it has one axis"
-        raise ValueError(f"convert: {name} cannot be quantized to {row.format.name}: {reason}")
-
-    def make() -> MXArray:
-        stored: Any = one.fetch()
-        return judged.quantize(stored.dequantize(jnp.float32))
-
-    return deferred(make, quantized_like(judged, struct))
 
 
 def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> list[Conversion]:
@@ -226,71 +199,3 @@ def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> l
             f"`quantize --to {row.name}` of the unquantized model gives them one"
         )
     return list(by_name.values())
-
-
-# gpt-oss keeps all experts of a layer in one tensor, `[experts, in, out]`, where outputs of gate
-# and up take turns; other layouts hold a matrix each, `[out, in]`. The names are llm-compressor's:
-# `experts.7.up_proj.weight`, `.bias`.
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
-# Of a fused tensor's outputs, those of each matrix.
-_OUTPUTS = {
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(None)},
-}
-
-
-def _experts_apart(weights: Weights, row: Layout) -> Weights:
-    """Weights with gpt-oss's experts one by one, where a layout has a matrix for each module."""
-    # When one is read, the tensor that it is a part of is held until another's part is read.
-    if row.weight != ".weight":
-        return weights
-    released = [name for name, layout in weights.quantized.items() if layout == "gpt-oss-original"]
-    if released:
-        raise ValueError(
-            f"convert: {weights.path}: {row.name} holds a matrix for each Linear, and "
-            f"{released[0]} is gpt-oss as it was released, which fuses attention as well, under "
-            "names that no such program knows; convert the model of the hub"
-        )
-
-    @functools.lru_cache(maxsize=1)
-    def whole(name: str) -> Any:
-        return weights.stored[name].look()
-
-    stored: dict[str, Stored] = {}
-    for name, one in weights.stored.items():
-        match = _FUSED.fullmatch(name)
-        # The matrix, of a bias too.
-        matrix = None if match is None else weights.stored.get(f"{match[1]}.{match[2]}")
-        is_fused = (
-            match is not None
-            and matrix is not None
-            and len(one.shape) + bool(match[3]) == 3  # a bias has one axis less
-            # Other models' gate and up do not take turns.
-            and (
-                matrix.layout == "gpt-oss" or config_of(weights.path).get("model_type") == "gpt_oss"
-            )
-        )
-        if match is None or not is_fused:
-            stored[name] = one
-            continue
-        base, fused, bias = match.groups()
-        experts, *inputs, outputs = one.shape
-        for index in range(experts):
-            for part, selection in _OUTPUTS[fused].items():
-                count = len(range(outputs)[selection])
-                made = f"{base}.{index}.{part}.{'bias' if bias else 'weight'}"
-                read = functools.partial(_expert, whole, name, index, selection)
-                stored[made] = dataclasses.replace(
-                    one,
-                    shape=(count, *inputs),
-                    nbytes=one.nbytes * count // (experts * outputs),
-                    fetch=lambda read=read: jax.tree.map(jnp.asarray, read()),
-                    host=None if one.host is None else read,
-                )
-    return dataclasses.replace(weights, stored=stored)
-
-
-def _expert(whole: Callable[[str], Any], name: str, index: int, outputs: slice) -> Any:
-    """One expert's matrix, `[out, in]`, or its bias."""
-    matrix = whole(name)[index, ..., outputs]
-    return matrix.mT if matrix.ndim == 2 else matrix

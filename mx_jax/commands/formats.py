@@ -1,10 +1,9 @@
 """Print what each element, scale and block format can represent.
 
-FORMAT is a name, e.g. e2m1, e8m0 or mxfp4, or module:NAME, a format of your own.
+FORMAT is a name, e.g. e2m1, e8m0 or mxfp4.
 """
 
 import argparse
-import importlib
 from collections.abc import Mapping, Sequence
 
 from mx_jax import formats
@@ -26,10 +25,10 @@ def add_to(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if options.values:
-        _print_codes(_format(options.values))
+        _print_codes(formats.any_format(options.values))
         return 0
     known = (*formats.BLOCK_FORMATS, *formats.ELEMENT_FORMATS, *formats.SCALE_FORMATS)
-    chosen = [_format(each) for each in options.formats] or known
+    chosen = [formats.any_format(each) for each in options.formats] or known
     blocks = [each for each in chosen if isinstance(each, formats.BlockFormat)]
     # What is named, and what the blocks consist of, each once.
     elements = [each for each in chosen if isinstance(each, formats.ElementFormat)]
@@ -45,22 +44,6 @@ def run(options: argparse.Namespace) -> int:
         "List every code of one with --values FORMAT."
     )
     return 0
-
-
-def _format(text: str) -> AnyFormat:
-    """A format by its name, or the user's by `module:NAME`."""
-    if ":" not in text:
-        return formats.any_format(text)
-    module, _, name = text.partition(":")
-    try:
-        format = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"formats: cannot import {text!r}: {error}") from None
-    if not isinstance(format, AnyFormat):
-        raise ValueError(
-            f"formats: {text!r} must be a BlockFormat, ElementFormat or ScaleFormat, got {format!r}"
-        )
-    return format
 
 
 def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:

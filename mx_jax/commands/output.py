@@ -34,13 +34,6 @@ def add_parser(
     return parser
 
 
-def console() -> Console:
-    """Where tables go."""
-    # Through a pipe there is no terminal to fit, and a cut table would be of no use. Names of
-    # tensors are printed, and a bracket in one is no markup.
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-
-
 def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -63,7 +56,9 @@ def print_table(
         )
     for row in rows:
         table.add_row(*row)
-    out = console()
+    # Names of tensors are printed, and a bracket in one is no markup.
+    out = Console(highlight=False, markup=False)
+    # Through a pipe there is no terminal to fit, and a cut table would be of no use.
     if not sys.stdout.isatty():
         needs = Measurement.get(out, out.options.update(max_width=_WIDEST), table)
         out.width = max(out.width, needs.maximum)

@@ -24,7 +24,7 @@ examples:
   layer by layer:
     python -m mx_jax quantize model/ small.safetensors --rules rules.toml
 
-  in files of 5 GB; after an interruption the same again with --resume:
+  in files of 5 GB:
     python -m mx_jax quantize model/ out/ --format mxfp4 --to compressed-tensors \\
         --max-shard-size 5GB
 
@@ -58,7 +58,7 @@ from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.scales import decoded, effective_scales
 from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands import stream
-from mx_jax.commands.output import Commands, console, say
+from mx_jax.commands.output import Commands, say
 from mx_jax.commands.rules import (
     SCALES,
     FileRule,
@@ -122,8 +122,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--to",
         metavar="LAYOUT",
-        default=stream.OWN,
-        help=f"how to store it (default: {stream.OWN}, our own)",
+        default=stream.MX_JAX,
+        help=f"how to store it (default: {stream.MX_JAX}, our own)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
     parser.add_argument(
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         value: Any = one.look()
         made = each.quantize(value, moments.get(name), scales.get(name))
         if bad := int((~np.isfinite(effective_scales(made))).sum()):
-            if options.to != stream.OWN:
+            if options.to != stream.MX_JAX:
                 raise ValueError(
                     f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
                     f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
             like = quantized_like(each, tensors[name])
             tensors[name] = deferred(functools.partial(quantized, name), like)
     if options.dry_run:
-        console().print(report)
+        print(report)
     layout = stream.layout_for(options.to, tensors, weights.path)
     try:
         stream.check_layout(tensors, layout)
@@ -190,12 +190,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{error}; or leave it as it is, by --keep or a rule with skip = true"
         ) from error
-    if layout != stream.OWN:
+    if layout != stream.MX_JAX:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
     if options.dry_run:
         # mx_jax's file holds any values; GPTQ takes long.
-        stream.check_layout(tensors, layout, values=layout != stream.OWN and not moments)
+        stream.check_layout(tensors, layout, values=layout != stream.MX_JAX and not moments)
         return 0
     stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
     sizes = stream.write_out(options, weights, tensors, layout, options.to)

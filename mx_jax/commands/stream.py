@@ -4,8 +4,6 @@ import argparse
 import ctypes
 import dataclasses
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -29,11 +27,7 @@ from mx_jax.commands.output import Commands, add_parser, say, size, watched
 from mx_jax.mxarray import MXArray
 
 # The name of mx_jax's files among layouts.
-OWN = "mx_jax"
-# The options of an interrupted run, beside its files: the same command alone resumes it.
-RECORD = ".mx_jax_resume.json"
-# Options that change nothing in the files.
-_APART = ("out", "force", "resume", "dry_run", "run")
+MX_JAX = "mx_jax"
 # What a model's folder holds beside its tensors.
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 # What describes tensors as they were: indices of files, and how weights were quantized.
@@ -42,7 +36,7 @@ _QUANTIZED = ("quantization_config", "compression_config")
 # What a GGUF file says of its model, in the folder that its tensors are written to.
 GGUF_FIELDS = "gguf.json"
 # Files of a folder that the one in its place does not get.
-_REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
+_REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS)
 
 
 def add_command(
@@ -84,9 +78,6 @@ def add_command(
             metavar="SIZE",
             help="write files of at most that, as 5GB, and their index, to the folder OUT",
         )
-        parser.add_argument(
-            "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
-        )
     return parser
 
 
@@ -115,64 +106,24 @@ def check_output(options: argparse.Namespace) -> None:
     """ValueError, before anything is read, for an OUT that is there unasked or has no folder."""
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
-    made = partial_folder(out)
-    if made.is_dir():
-        with writers.only_writer(made, _busy(out)):  # Told of before minutes of work.
-            pass
-    if options.resume and options.max_shard_size is None:
-        raise ValueError(
-            "--resume is for several files; give --max-shard-size as well, or leave --resume out"
-        )
     if options.max_shard_size is not None:
         _nbytes(options.max_shard_size)
-    if options.resume and not made.is_dir() and out.exists():
-        raise ValueError(f"{out} is whole already; replace it with --force, without --resume")
-    if options.resume and made.is_dir():
-        if not (made / RECORD).is_file():
-            raise ValueError(
-                f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
-                "--force, without --resume"
-            )
-        before, now = files.read_table(made / RECORD, "resume"), _digests(options)
-        unlike = [name for name in now | before if before.get(name) != now.get(name)]
-        if unlike:
-            raise ValueError(
-                f"{out} was begun by another command: {', '.join(unlike)} differ; give what it was "
-                "given, or begin anew with --force, without --resume"
-            )
-    if not (options.force or options.resume) and (made / RECORD).exists():
-        raise ValueError(
-            f"{out} was begun, in {made}; go on with --resume, or begin anew with --force"
-        )
     is_folder = options.max_shard_size is not None or not is_file_name(out)
     if not out.parent.is_dir() or (out.exists() and out.is_dir() != is_folder):
         raise ValueError(f"{out} must be a file or a folder in a folder that is there")
     files.check_alone(out)
-    check_free(out, options.force)
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if os.path.lexists(os.path.realpath(out)) and not is_empty and not options.force:
+        raise ValueError(_is_there(out))
 
 
-def check_free(out: Path, force: bool) -> None:
-    """ValueError for an output that is there, unless it is an empty folder."""
-    is_taken = os.path.lexists(os.path.realpath(out)) and not (
-        out.is_dir() and not any(out.iterdir())
-    )
-    if is_taken and not force:
-        raise ValueError(writers.is_there(out))
-
-
-def partial_folder(out: Path) -> Path:
-    """Where an output is made: beside its place, which a link may name."""
-    out = Path(os.path.realpath(out))
-    return out.with_name(f".{out.name}{writers.PARTIAL}")
-
-
-def _busy(out: Path) -> str:
-    return f"another process is writing to {out}; try again when it has ended"
+def _is_there(path: Path) -> str:
+    return f"{path} is there already; replace it with --force"
 
 
 def check_replaceable(out: Path, source: Path) -> None:
     """ValueError for an output that is part of the input, or a folder whose files would be lost."""
-    writers.check_apart(out, source, "")
+    writers.check_apart(out, source)
     if out.exists() and not (out.is_file() or out.is_dir()):
         raise ValueError(f"{out} is a device or a pipe; name a file, or a new one")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
@@ -205,61 +156,32 @@ def _move_into_place(made: Path, out: Path, force: bool) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         if not force:  # Another process has filled it meanwhile.
-            raise ValueError(writers.is_there(out)) from None
-    # The old folder is locked until it is removed, since it then has the name that another process
-    # would make its own under.
-    with writers.only_writer(out):
-        # Its files that are no tensors, and that the new one lacks, are linked into that.
-        for path in out.iterdir():
-            is_replaced = any(path.match(pattern) for pattern in _REPLACED)
-            if not is_replaced and not (made / path.name).exists():
-                try:
-                    os.link(path, made / path.name)
-                except OSError:  # no hard links there
-                    shutil.copy2(path, made / path.name)
-        try:
-            rename = ctypes.CDLL(None, use_errno=True).renameat2
-            names = (os.fsencode(made), os.fsencode(out))
-            done = rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
-        except (AttributeError, OSError):  # not Linux
-            done = False
-        if not done:
-            apart = made.with_name(f"{made.name}.before")
-            out.rename(apart)
+            raise ValueError(_is_there(out)) from None
+    # Its files that are no tensors, and that the new one lacks, are linked into that.
+    for path in out.iterdir():
+        is_replaced = any(path.match(pattern) for pattern in _REPLACED)
+        if not is_replaced and not (made / path.name).exists():
             try:
-                made.rename(out)
-            except BaseException:
-                if not out.exists():
-                    apart.rename(out)
-                raise
-            apart.rename(made)
-        shutil.rmtree(made)
-
-
-def record_options(options: argparse.Namespace, made: Path) -> None:
-    """Write the options to the folder that is being made; remove half files of a killed run."""
-    for file in made.glob(".model*"):
-        file.unlink()
-    files.write_json(made / RECORD, _digests(options))
-
-
-def _digests(options: argparse.Namespace) -> dict[str, str]:
-    """A digest of each option, and of the files that it names; no path of this machine."""
-    digests = {}
-    for name, value in sorted(vars(options).items()):
-        if name in _APART:
-            continue
-        facts: list[Any] = []
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(each, Path):
-                facts.append(repr(each))
-                continue
-            facts.append(str(each.resolve()))
-            for file in sorted(each.glob("*.safetensors")) if each.is_dir() else [each]:
-                if file.is_file():
-                    facts.append((file.name, file.stat().st_size, file.stat().st_mtime_ns))
-        digests[name] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return digests
+                os.link(path, made / path.name)
+            except OSError:  # no hard links there
+                shutil.copy2(path, made / path.name)
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        names = (os.fsencode(made), os.fsencode(out))
+        done = rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+    except (AttributeError, OSError):  # not Linux
+        done = False
+    if not done:
+        apart = made.with_name(f"{made.name}.before")
+        out.rename(apart)
+        try:
+            made.rename(out)
+        except BaseException:
+            if not out.exists():
+                apart.rename(out)
+            raise
+        apart.rename(made)
+    shutil.rmtree(made)
 
 
 def is_file_name(out: Path) -> bool:
@@ -270,7 +192,7 @@ def is_file_name(out: Path) -> bool:
 def check_layout(tensors: Mapping[str, Any], layout: str, *, values: bool = False) -> None:
     """ValueError for tensors that `write_out` would refuse; `values`: each one is made."""
     written: Any = tensors
-    if layout != OWN:
+    if layout != MX_JAX:
         written, _ = entries_of(tensors, layout)
     for part in jax.tree.leaves(written) if values else ():
         np.asarray(part)
@@ -284,34 +206,23 @@ def write_out(
     to: str | None = None,
 ) -> str:
     """Write tensors one at a time, and say what bytes they took and take."""
-    # The file or folder appears when it is complete, made by one process at a time in a folder
-    # beside it; a tree that mx_jax wrote stays one.
     out, largest, stated = Path(os.path.realpath(options.out)), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
         stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-    made, is_file = partial_folder(out), largest is None and is_file_name(out)
-    made.mkdir(exist_ok=True)
-    with writers.only_writer(made, _busy(options.out)):
+    if largest is None and is_file_name(out):
+        _write_tensors(options, out, weights, tensors, layout)
+    else:
+        # The folder appears when it is complete, made beside its place.
+        made = writers.partial(out)
+        made.mkdir()
         try:
-            check_free(options.out, options.force)  # Another run may have ended meanwhile.
-            for left in () if options.resume else made.iterdir():
-                left.unlink()
-            if largest is not None:
-                record_options(options, made)
-            path = made / (out.name if is_file else files.WHOLE) if largest is None else made
+            path = made / files.WHOLE if largest is None else made
             _write_tensors(options, path, weights, tensors, layout)
-            if is_file:
-                with files.writing_whole_file(out):
-                    writers.move(path, out, replace=options.force)
-                made.rmdir()
-            else:
-                _write_beside(weights, made, out, stated)
-                _move_into_place(made, out, options.force)
-                (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
+            _write_beside(weights, made, out, stated)
+            _move_into_place(made, out, options.force)
         except BaseException:
-            if largest is None:  # a run of one file cannot be resumed
-                shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)
             raise
     written = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
     after = sum(file.stat().st_size for file in written)
@@ -329,11 +240,9 @@ def _write_tensors(
     largest, paths = options.max_shard_size, weights.metadata.get("paths")
     how: dict[str, Any] = {
         "max_shard_size": None if largest is None else _nbytes(largest),
-        # `check_output` has compared the options with those of the earlier run.
-        "resume": "vouched" if options.resume else False,
         "progress": watched(),
     }
-    if layout == OWN or (layout is None and paths is not None):
+    if layout == MX_JAX or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
@@ -411,7 +320,7 @@ def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
     """The layout of that name, or the one of a program's that holds the tensors' formats."""
     known = programs()
     if to not in known:
-        return to if to in (OWN, TORCHAO) else named(to).name
+        return to if to in (MX_JAX, TORCHAO) else named(to).name
     held = {name: x.format for name, x in tensors.items() if isinstance(x, MXArray)}
     fitting = [
         row.name

@@ -2,7 +2,6 @@
 
 from typing import NoReturn as _NoReturn
 
-from mx_jax.convert.caches import CacheFormat as CacheFormat
 from mx_jax.convert.functions import function as function
 from mx_jax.convert.linen_model import linen as linen
 from mx_jax.convert.model import original as original

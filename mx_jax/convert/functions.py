@@ -131,7 +131,7 @@ class ConvertedFunction(Generic[P, R]):
         return type(self), (self.function, self.rules, self.weights, self.strict)
 
     def __call__(self, *args: object, **kwargs: object) -> R:
-        key = _own_key(self.function, kwargs)
+        key = _stream_key(self.function, kwargs)
         static, arrays = _split(self.function, self.weights, args, kwargs)
         try:
             hash(static)
@@ -150,12 +150,12 @@ def decisions(
 ) -> tuple[Decision, ...]:
     """What rules say of a function's products, from an abstract trace of a call."""
     converted = function(fn, rules, weights=weights)
-    _own_key(converted.function, kwargs)
+    _stream_key(converted.function, kwargs)
     static, arrays = _split(converted.function, converted.weights, args, kwargs)
     return _traced(converted.function, rules, static, arrays)[1]
 
 
-def _own_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
+def _stream_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
     """The key that a call's `rngs` hold, which stay an argument if the function has one."""
     rngs = kwargs.get("rngs")
     if "rngs" not in _parameters(function):
@@ -171,31 +171,29 @@ def _own_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
 # Calls -------------------------------------------------------------------------------------------
 
 
-def call_of_model(
+def traced_call(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    *,
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
-    key: Key = None,
-    runs: bool = True,
     within: str = "",
-    callback: Callable[[tuple[Decision, ...]], None],
-) -> Any:
-    """The result of a pure call of a model, with its products made anew."""
+) -> tuple[tuple[Decision, ...], Callable[[Key], Any]]:
+    """A pure call of a model: the decisions about its products, and its result by a key, with them
+    made anew."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
     # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing_for(rules):
         plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
+
+    def run(key: Key) -> Any:
+        _check_key(key, plan, "apply")
+        return by_plan(arrays, key)
+
     # Those of a module that is called again are the same.
     layers = {(decision.layer.path, decision.layer.kernel): decision for decision in decisions}
-    callback(tuple(layers.values()))
-    if not runs:
-        return None
-    _check_key(key, plan, "apply")
-    return by_plan(arrays, key)
+    return tuple(layers.values()), run
 
 
 def _traced(

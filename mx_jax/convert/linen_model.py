@@ -7,22 +7,19 @@ An interceptor of Flax's sees what a trace does not show: modules, their classes
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import freeze
 from flax.linen.module import InterceptorContext
 from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
-from mx_jax.convert.caches import CachedAttention
 from mx_jax.convert.flax_layers import users_choice
-from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
@@ -34,6 +31,7 @@ from mx_jax.convert.rules import (
 )
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.ops.arguments import Key
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -170,7 +168,7 @@ class ConvertedModule:
             result = run(*args, **kwargs)
             report = Report(rules=self.rules, decisions=seen.decisions)
             if len(report.used | self._used) < len(self.rules):
-                seen.traced(run, args, kwargs, runs=False)
+                seen.traced(run, args, kwargs)
         # It makes the parameters of all layers, whichever method it runs.
         self._check(seen, whole=True)
         return result
@@ -182,7 +180,7 @@ class ConvertedModule:
         key = streams.get(RNG_STREAM, streams.get("params"))
         seen = _Seen(self.module, self.rules)
         with nn.intercept_methods(seen):
-            result = seen.traced(self.module.apply, args, kwargs, key=key, within="['params']")
+            result = seen.traced(self.module.apply, args, kwargs, within="['params']")(key)
         # The method may be a function that calls submodules directly.
         called = kwargs.get("method") or "__call__"
         self._check(seen, whole=getattr(called, "__name__", called) == "__call__")
@@ -210,14 +208,11 @@ def decisions(
     seen = _Seen(module, rules)
     with nn.intercept_methods(seen):
         # The parameters that init makes come of its keys alone.
-        seen.traced(module.init_with_output, (rngs, *args), kwargs, runs=False)
+        seen.traced(module.init_with_output, (rngs, *args), kwargs)
     return seen.decisions
 
 
 # Modules -----------------------------------------------------------------------------------------
-
-# A method below Flax's wrappers.
-_ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 
 
 class _Anew:
@@ -236,7 +231,7 @@ _numbers = itertools.count()
 class _Seen:
     """An interceptor of Flax's for one call of a converted module. It describes the modules in it,
     by path, and puts their products in scopes of their names. It changes a call only for parameters
-    that are codes, and for caches."""
+    that are codes."""
 
     def __init__(self, module: nn.Module, rules: tuple[Rule, ...]):
         self.rules, self.name = rules, module.name
@@ -254,10 +249,13 @@ class _Seen:
         bare = [layer for path, layer in self.bare.items() if path not in known]
         return (*self.decided.values(), *(decide((), layer) for layer in bare))
 
-    def traced(self, run: Call, args: Args, kwargs: Kwargs, **options: Any) -> Any:
-        """A call of the module whose products are made anew."""
-        options |= {"rules": self.rules, "modules": self.modules, "callback": self.learn}
-        return call_of_model(run, args, kwargs, **options)
+    def traced(
+        self, run: Call, args: Args, kwargs: Kwargs, within: str = ""
+    ) -> Callable[[Key], Any]:
+        """The result by a key of a call of the module, whose products are made anew."""
+        decisions, by_key = traced_call(run, args, kwargs, self.rules, self.modules, within)
+        self.learn(decisions)
+        return by_key
 
     def learn(self, decisions: Sequence[Decision]) -> None:
         """Keep what the rules say of layers."""
@@ -284,7 +282,6 @@ class _Seen:
                     self.modules[path] = self._described(layer, path)
                 if tracing.value == self.rules:
                     stack.enter_context(in_module(path))
-                overrides |= self._cache(layer, path, getattr(context.orig_method, "func", None))
             stack.enter_context(overriding(layer, overrides))
             return call(*args, **kwargs)
 
@@ -303,52 +300,6 @@ class _Seen:
 
     def _spec(self, layer: nn.Module, name: str) -> PartitionSpec | None:
         return mx_linen.linen_spec(layer, name) if self.gathers else None
-
-    def _cache(self, layer: Any, path: str, method: object) -> dict[str, Any]:
-        """What to set on an attention while it decodes, by a rule with a cache."""
-        if method is not _ATTENTION_CALL or all(rule.cache is None for rule in self.rules):
-            return {}
-        obstacle = None
-        if not layer.decode:
-            obstacle = "decode=False"
-        elif "mask" not in inspect.signature(layer.attention_fn).parameters:
-            obstacle = "its attention_fn takes no mask"
-
-        def decide_on(name: str, **facts: Any) -> Decision:
-            place = "/".join(filter(None, (path, name)))
-            return decide(self.rules, Layer(path=place, type=type(layer), **facts))
-
-        decision = decide_on("cache", is_cache=True, obstacle=obstacle)
-        self.learn([decision])
-        format = decision.cache
-        if format is None:
-            return {}
-        names = ("cached_key", "cached_value", "cache_index")
-
-        def get(keys: jax.Array) -> Sequence[Any] | None:
-            started = layer.has_variable("cache", "cached_key")
-            empty = functools.partial(format.empty, keys.shape, keys.dtype)
-            first = (lambda: empty().keys, lambda: empty().values, lambda: jnp.array(0, jnp.int32))
-            # The variables that Flax's attention would have.
-            kept = [layer.variable("cache", *new) for new in zip(names, first, strict=True)]
-            return [variable.value for variable in kept] if started else None
-
-        def put(*new: object) -> None:
-            for name, value in zip(names, new, strict=True):
-                layer.put_variable("cache", name, value)
-
-        def is_flaxs() -> bool:
-            products = [decide_on(name, of_activations=True) for name in ("qk", "av")]
-            self.learn(products)
-            plain = layer.qk_attn_weights_einsum_cls is layer.attn_weights_value_einsum_cls is None
-            plain = plain and attention_fn is nn.dot_product_attention
-            return plain and not any(decision.recipe for decision in products)
-
-        attention_fn = layer.attention_fn
-        cached = CachedAttention(
-            format=format, attention_fn=attention_fn, get=get, set=put, is_flaxs=is_flaxs
-        )
-        return {"decode": False, "attention_fn": cached}
 
 
 _ANEW = _Anew()

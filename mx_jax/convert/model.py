@@ -8,7 +8,7 @@ import flax.linen
 import flax.nnx
 
 from mx_jax.convert import functions, linen_model, nnx_model
-from mx_jax.convert.rules import Decision, Report, Rule, as_rules
+from mx_jax.convert.rules import Report, Rule, as_rules
 
 _LINEN = (flax.linen.Module, linen_model.ConvertedModule)
 
@@ -62,23 +62,17 @@ def report(
       5 of 7 layers converted
     """
     rules = as_rules(rules, "convert.report")
-    result = Report(rules=rules, decisions=_decisions(model, rules, args, options))
+    decisions: Any = nnx_model.decisions
+    if isinstance(model, _LINEN):
+        decisions = linen_model.decisions
+    elif not isinstance(model, flax.nnx.Module):
+        if not args:
+            linen_model.refuse_wrapper(model, "convert.report")
+        decisions = functions.decisions if callable(model) else decisions
+    result = Report(rules=rules, decisions=decisions(model, rules, *args, **options))
     if all(decision.reason != nnx_model.UNSEEN for decision in result.decisions):
         result.check("convert.report", strict)
     return result
-
-
-def _decisions(
-    model: object, rules: tuple[Rule, ...], args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Decision, ...]:
-    if isinstance(model, _LINEN):
-        return linen_model.decisions(model, rules, *args, **options)
-    if not isinstance(model, flax.nnx.Module):
-        if not args:
-            linen_model.refuse_wrapper(model, "convert.report")
-        if callable(model):
-            return functions.decisions(model, rules, *args, **options)
-    return nnx_model.decisions(model, rules, *args, **options)
 
 
 def original(model: object) -> Any:

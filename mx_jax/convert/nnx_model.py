@@ -4,21 +4,18 @@ Its call is traced, and what it multiplies is made anew in the jaxpr, as `conver
 Modules become of a subclass whose methods stand in scopes of their names, which nnx has none of.
 """
 
-import copy
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert.caches import CachedAttention, as_array
 from mx_jax.convert.flax_layers import KnownLayer, known_layer
-from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
@@ -29,7 +26,6 @@ from mx_jax.convert.rules import (
     decide,
 )
 from mx_jax.jaxpr.read import of_arrays
-from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import nnx_spec
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key
 from mx_jax.recipes import Recipe
@@ -48,11 +44,9 @@ def nnx(
     """A copy of a model whose layers follow rules. It shares the model's Variables.
 
     Modules are copied, Variables are not: training the copy trains the model, and a checkpoint of
-    one is a checkpoint of the other. Key-value caches in a format are the exception: they are new
-    Variables, cast when the model is converted; a stack needs `init_cache` again. The model itself
-    is not changed, and `original` takes the conversion back from a copy that came through split,
-    merge or a transform. What is set on the copy's layers is static and compares by value: a
-    rebuilt model does not retrace.
+    one is a checkpoint of the other. The model itself is not changed, and `original` takes the
+    conversion back from a copy that came through split, merge or a transform. What is set on the
+    copy's layers is static and compares by value: a rebuilt model does not retrace.
 
     The call of the model, or of a part of it, is traced, and what it multiplies is made anew in the
     jaxpr, as by `convert.function`: `convert.report` with example arguments lists it. A warning of
@@ -108,20 +102,7 @@ def converted(
     # One whose call is traced is checked there, as strict says: the trace shows other products.
     copy = original(model)
     plans = list(_plans(copy, rules))
-    for plan in plans:
-        if plan.cache is not None and (format := plan.cache.cache) is not None:
-            layer = plan.layer
-            if layer.cached_key is not None:
-                cache = format.holding(layer.cached_key[...], layer.cached_value[...])
-                _set_cache(layer, cache.keys, cache.values)
-            products = (
-                decide(rules, as_layer(plan.paths, layer, {"of_activations": True}, name))
-                for name in ("qk", "av")
-            )
-            are_plain = not any(decision.recipe for decision in products)
-            layer.mx_cache = flax_nnx.static((format, are_plain))
-            _become_converted(layer)
-    judged = tuple(decision for plan in plans for decision in plan.judged)
+    judged = tuple(plan.product for plan in plans if plan.product is not None)
     report = Report(rules=rules, decisions=judged)
     # Rules that matched nothing may match products that a call alone shows.
     if always or report.unused or any(rule.quantizes for rule in rules):
@@ -138,7 +119,9 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
-        _take_back(layer)
+        for name in {"mx_call", "mx_stream"} & vars(layer).keys():
+            delattr(layer, name)
+        object.__setattr__(layer, "__class__", class_of(layer))
     return copy
 
 
@@ -157,9 +140,10 @@ def decisions(
         return copy.mx_call.model.shown if hasattr(copy, "mx_call") else report.decisions
     judged: list[Decision] = []
     for plan in _plans(original(model), rules):
-        judged += plan.judged
+        if plan.product is not None:
+            judged.append(plan.product)
         # In its place, if only a call shows what the module's matrix is multiplied by.
-        if not plan.judged and (matrix := matrix_of(plan.layer)) is not None:
+        elif (matrix := matrix_of(plan.layer)) is not None:
             facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
             judged.append(decide((), as_layer(plan.paths, plan.layer, facts)))
     return tuple(judged)
@@ -170,21 +154,16 @@ def decisions(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The decisions about a module's cache, and about its product where it is known."""
+    """A module, and the decision about its product where it is known."""
 
     layer: Any
     paths: tuple[str, ...]
     known: KnownLayer | None
     product: Decision | None
-    cache: Decision | None
 
     @property
     def recipe(self) -> Recipe | None:
         return None if self.product is None else self.product.recipe
-
-    @property
-    def judged(self) -> tuple[Decision, ...]:
-        return tuple(decision for decision in (self.product, self.cache) if decision is not None)
 
     @property
     def shows_in_a_call(self) -> bool:
@@ -211,19 +190,11 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
     for paths, layer in layers_of(model):
         known = known_layer(layer)
         product = known and decide(rules, as_layer(paths, layer, known.facts))
-        cache = None
-        if isinstance(layer, flax_nnx.MultiHeadAttention) and any(rule.cache for rule in rules):
-            about = {"is_cache": True, "obstacle": _cache_obstacle(layer)}
-            cache = decide(rules, as_layer(paths, layer, about, "cache"))
-        yield _Plan(layer, paths, known, product, cache)
+        yield _Plan(layer, paths, known, product)
 
 
-def as_layer(
-    paths: tuple[str, ...], layer: object, facts: dict[str, Any], product: str | None = None
-) -> Layer:
-    """A layer, or a product or the cache of it, as rules judge it; facts are `Layer`'s fields."""
-    if product is not None:
-        paths = tuple(f"{path}/{product}".lstrip("/") for path in paths)
+def as_layer(paths: tuple[str, ...], layer: object, facts: dict[str, Any]) -> Layer:
+    """A layer as rules judge it; facts are `Layer`'s fields."""
     return Layer(path=paths[0], aliases=paths[1:], type=class_of(layer), **facts)
 
 
@@ -254,30 +225,6 @@ def matrix_of(layer: object) -> flax_nnx.Param | None:
         return None
     params = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
     return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
-
-
-def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
-    return rngs is not None and bool({RNG_STREAM, "default"} & {*rngs})
-
-
-def _take_back(layer: Any) -> None:
-    if "mx_cache" in vars(layer) and layer.cached_key is not None:
-        kept: list[Any] = [layer.cached_key, layer.cached_value]
-        keys, values = (variable.get_value() for variable in kept)
-        if keys.codes.ndim == 4:
-            _set_cache(layer, as_array(keys), as_array(values))
-        else:
-            # Decoding is for one axis of sequences.
-            layer.cached_key = layer.cached_value = flax_nnx.data(None)
-            warnings.warn(
-                "convert: the cache of a stack is dropped when its layers are converted anew; "
-                "call init_cache again",
-                stacklevel=2,
-            )
-    for name in ("mx_cache", "mx_call", "mx_stream"):
-        if name in vars(layer):
-            delattr(layer, name)
-    object.__setattr__(layer, "__class__", class_of(layer))
 
 
 # Calls -------------------------------------------------------------------------------------------
@@ -354,7 +301,7 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
         layer, recipe, is_root = plan.layer, plan.recipe, not plan.paths[0]
         layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0]))
         # That of the outermost call is all products'.
-        if _has_stream(rngs):
+        if rngs is not None and {RNG_STREAM, "default"} & {*rngs}:
             if (is_root and draws) or (recipe is not None and recipe.is_stochastic):
                 # For one layer, or for each of a stack.
                 key = rngs[RNG_STREAM]()
@@ -364,11 +311,7 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
         elif recipe is not None and recipe.output.is_stochastic:
             # Where gradients alone draw, they raise an error of their own.
             raise missing_stream(f"convert.nnx: {plan.paths[0]!r}", recipe, rngs)
-        _become_converted(layer)
-
-
-def _become_converted(layer: object) -> None:
-    object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
+        object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -406,15 +349,12 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: object, **kwargs: object) -> Any:
-        call, attributes = method, vars(self)
-        if "mx_cache" in attributes and name in _WITH_CACHE:
-            call = functools.partial(_WITH_CACHE[name], method)
-        here: _Call | None = attributes.get("mx_call")
+        here: _Call | None = vars(self).get("mx_call")
         if here is not None and tracing.value == here.model.rules:
             with in_module(here.path):
-                return call(self, *args, **kwargs)
+                return method(self, *args, **kwargs)
         if here is None or name not in _CALLS:
-            return call(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         return _traced(self, name, here, args, kwargs)
 
     return run
@@ -441,15 +381,9 @@ def _traced(
                 after, state = context.split(inner)
             return result, state, None if same else after
 
-        result, state, after = call_of_model(
-            call,
-            (params, rest),
-            {},
-            rules=model.rules,
-            modules=model.modules,
-            key=key,
-            callback=functools.partial(model.check, here.path),
-        )
+        decisions, run = traced_call(call, (params, rest), {}, model.rules, model.modules)
+        model.check(here.path, decisions)
+        result, state, after = run(key)
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
                 context.merge(after, state)
@@ -464,72 +398,3 @@ def _traced(
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
     return result
-
-
-# Caches -------------------------------------------------------------------------------------------
-
-
-def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
-    if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
-        return "has a call of its own"
-    if layer.query.kernel.ndim > 3 and layer.cached_key is not None:
-        return "is a stack with a cache already: convert it before init_cache"
-    parameters = inspect.signature(layer.attention_fn).parameters
-    takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())
-    if "mask" not in parameters and not takes_any:
-        return "its attention_fn takes no mask"
-    return None
-
-
-def _set_cache(layer: Any, keys: object, values: object) -> None:
-    """New Variables: the model that was converted goes on with its own."""
-    layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
-    layer.cache_index = flax_nnx.Cache(layer.cache_index[...])
-
-
-def _init_cache(method: Callable[..., Any], layer: Any, *args: object, **options: object) -> None:
-    """As the class does it: the arrays that it makes are gone when their rows are there."""
-    method(layer, *args, **options)
-    arrays = layer.cached_key[...]
-    cache = layer.mx_cache[0].empty(arrays.shape, arrays.dtype)
-    _set_cache(layer, cache.keys, cache.values)
-
-
-def _decode(
-    method: Callable[..., Any],
-    layer: Any,
-    *args: object,
-    decode: bool | None = None,
-    **options: object,
-) -> Any:
-    """The call of an attention whose cache is in a format."""
-    attention_fn, decodes = layer.attention_fn, layer.decode if decode is None else decode
-    if not decodes or layer.cached_key is None:
-        return method(layer, *args, decode=decode, **options)
-
-    def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
-        layer.cached_key.set_value(keys)
-        layer.cached_value.set_value(values)
-        layer.cache_index[...] = index
-
-    def attend(*args: object, module: object = None, **options: object) -> jax.Array:
-        # Weights are sown into the layer, not into its copy.
-        sown = {} if module is None else {"module": layer}
-        # The rows up to a token's own are what causal attention sees.
-        return attention_fn(*args, **options | sown | {"is_causal": False})
-
-    kept = (layer.cached_key, layer.cached_value, layer.cache_index)
-    format, is_flaxs = layer.mx_cache
-    # Of the call alone: threads may share the layer. Its Variables are the layer's.
-    inner = copy.copy(layer)
-    vars(inner)["attention_fn"] = CachedAttention(
-        format=format,
-        attention_fn=attend,
-        get=lambda keys: [variable.get_value() for variable in kept],
-        set=put,
-        is_flaxs=lambda: is_flaxs and attention_fn is flax_nnx.dot_product_attention,
-    )
-    return method(inner, *args, decode=False, **options)
-
-
-_WITH_CACHE: dict[str, Callable[..., Any]] = {"__call__": _decode, "init_cache": _init_cache}

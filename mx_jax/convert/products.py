@@ -199,7 +199,9 @@ def _conv(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, 
     lhs, rhs = values
     # Features go last, and back: `[batch, *space, in]` by `[*taps, in, out]`.
     (batch, features, *space), (out, into, *taps), to = params["dimension_numbers"]
-    kernel = _transposed(rhs, (*taps, into, out))
+    order = (*taps, into, out)
+    # What is packed stays as it lies.
+    kernel = rhs if order == tuple(range(rhs.ndim)) else rhs.transpose(order)
     patches = _patches(
         lax.transpose(lhs, (batch, *space, features)),
         kernel.shape[:-2],
@@ -268,15 +270,6 @@ def _patches(
     return jnp.stack(taps, axis=-2)
 
 
-def _transposed(x: Any, order: tuple[int, ...]) -> Any:
-    # What is packed stays as it lies.
-    return x if order == tuple(range(x.ndim)) else x.transpose(order)
-
-
-def _lookup_facts(table: ShapedArray, *_: object) -> dict[str, Any]:
-    return {"kernel": tuple(table.shape), "shape": tuple(table.shape[::-1]), "obstacle": None}
-
-
 def _cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
     """An embedding's table `[entries, features]` as the recipe's products see a weight."""
     # Blocks run along the features: what is looked up and what is attended to have the same values.
@@ -311,7 +304,10 @@ def _look_up(recipe: Recipe, _: object, values: Values, params: Params, key: Key
 def row_of(eqn: JaxprEqn) -> "TracedProduct | None":
     """How an equation is judged and made anew, if it is a product."""
     if eqn.primitive is jit_p and eqn.params["name"] == "_take" and len(eqn.invars) == 2:
-        return TracedProduct(type=Lookup, facts=_lookup_facts, multiply=_look_up)
+        table: Any = eqn.invars[0].aval
+        shape = tuple(table.shape)
+        facts = {"kernel": shape, "shape": shape[::-1], "obstacle": None}
+        return TracedProduct(type=Lookup, facts=lambda *_: facts, multiply=_look_up)
     return traced_products().get(eqn.primitive)
 
 

@@ -7,11 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from mx_jax.axes import Axes
-from mx_jax.convert.caches import CacheFormat
 from mx_jax.formats import BlockFormat, Whole
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe
@@ -42,12 +38,9 @@ class Rule:
         defined once, or a frozen value: a fresh lambda is a new rule and retraces.
       gather: mesh axes along which kernels are gathered as codes, in place of the recipe's own:
         see `mx_jax.sharding.Gather`. Flax's metadata say how the kernels are sharded.
-      cache: format of the keys and values that an attention keeps when it decodes, whose path ends
-        in `/cache`: a block format, its name, or a `CacheFormat`; None leaves them as they are.
 
     Raises:
-      ValueError: a pattern that is no regular expression, a name that is no recipe's, or a format
-        that a cache cannot have.
+      ValueError: a pattern that is no regular expression, or a name that is no recipe's.
       TypeError: a recipe, types or filter of another type.
 
     Examples:
@@ -64,7 +57,6 @@ class Rule:
     types: type | tuple[type, ...] | None = None
     filter: Filter | None = None
     gather: Any = None
-    cache: CacheFormat | BlockFormat | str | None = None
 
     def __post_init__(self):
         try:
@@ -79,8 +71,6 @@ class Rule:
             if self.gather is not None:
                 recipe = dataclasses.replace(recipe, gather=self.gather)
             object.__setattr__(self, "recipe", recipe)
-        if self.cache is not None and not isinstance(self.cache, CacheFormat):
-            object.__setattr__(self, "cache", CacheFormat(self.cache))
         if self.types is not None:
             types = tuple(self.types) if isinstance(self.types, tuple | list) else (self.types,)
             if not all(isinstance(entry, type) for entry in types):
@@ -119,7 +109,6 @@ class Layer:
       obstacle: why it cannot be converted whatever the rules say, or None.
       axes: of the kernel as stored, in the product; None where they are not known.
       input: shape of the other operand, where a trace shows it.
-      is_cache: whether it is no product, but what an attention keeps when it decodes.
       of_activations: whether neither operand is a weight, as far as that is known.
       product: its type `DotGeneral`, `RaggedDot` or `Conv`, where a trace shows it.
 
@@ -142,7 +131,6 @@ class Layer:
     obstacle: str | None = None
     axes: Axes | None = None
     input: tuple[int, ...] | None = None
-    is_cache: bool = False
     of_activations: bool = False
     product: Any = None
 
@@ -160,7 +148,6 @@ class Decision:
       rule: index of the rule that decided, or None.
       recipe: what the layer gets; None: it stays in high precision.
       reason: why it stays.
-      cache: what a cache gets; None: it stays as it is.
 
     Examples:
       >>> import flax.linen as nn, jax.numpy as jnp
@@ -177,12 +164,6 @@ class Decision:
     rule: int | None = None
     recipe: Recipe | None = None
     reason: str = ""
-    cache: CacheFormat | None = None
-
-    @property
-    def gets(self) -> str | None:
-        """Name of the recipe or of the cache's format; None: it stays as it is."""
-        return self.recipe.name if self.recipe else self.cache and self.cache.name
 
 
 def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
@@ -211,9 +192,7 @@ def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
             continue
         note = _handed_on(rule, layer)
         if note is None:
-            if layer.is_cache and isinstance(rule.cache, CacheFormat):
-                return Decision(layer=layer, rule=index, cache=rule.cache)
-            if layer.is_cache or rule.quantizes is None:
+            if rule.quantizes is None:
                 # The layer's own product then, to the bit, whatever order it multiplies in.
                 return Decision(layer=layer, rule=index, reason="kept by its rule")
             return Decision(layer=layer, rule=index, recipe=rule.quantizes)
@@ -268,7 +247,7 @@ class UnusedRuleWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What rules do to a model. Print it, or hand it to rich.
+    """What rules do to a model. Print it.
 
     Attributes:
       rules: the rules, in order.
@@ -301,8 +280,8 @@ class Report:
 
     @property
     def num_converted(self) -> int:
-        """How many layers get a recipe, or a cache its format."""
-        return sum(decision.gets is not None for decision in self.decisions)
+        """How many layers get a recipe."""
+        return sum(decision.recipe is not None for decision in self.decisions)
 
     @property
     def summary(self) -> str:
@@ -311,27 +290,15 @@ class Report:
         unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
         return "\n".join([text, *unused])
 
-    def check(
-        self, operation: str, strict: bool, used: Set[int] = frozenset(), *, caches: bool = True
-    ) -> None:
+    def check(self, operation: str, strict: bool, used: Set[int] = frozenset()) -> None:
         """Warn of rules that matched nothing, or raise ValueError if strict.
 
         Args:
           operation: for the message.
           strict: whether to raise.
           used: rules that are known to have matched at other times.
-          caches: whether the model's caches would have been met.
         """
         unused = [index for index in self.unused if index not in used]
-        met = not caches or any(decision.layer.is_cache for decision in self.decisions)
-        asking = {i for i, rule in enumerate(self.rules) if rule.cache is not None}
-        if missed := sorted(asking.difference(used, unused)) if not met else []:
-            text = (
-                f"{operation}: rules with a cache, but no layer that keeps one: "
-                f"{self._listed(missed)}; caches are those of Flax's own MultiHeadAttention; in an "
-                "attention of your own use mx_jax.nn.KVCache"
-            )
-            warn_or_raise(text, strict)
         if self.rules and not unused:
             return
         rules = self._listed(unused)
@@ -370,13 +337,6 @@ class Report:
     def __str__(self) -> str:
         return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"
 
-    def __rich__(self) -> Table:
-        table = Table(*COLUMNS, caption=self.summary)
-        for decision in self.decisions:
-            # A bracket in a layer's path is no markup.
-            table.add_row(*map(Text, _row(decision)), style=None if decision.gets else "dim")
-        return table
-
 
 def warn_or_raise(text: str, strict: bool) -> None:
     """Warn the caller of the caller's caller, or raise ValueError if strict."""
@@ -391,7 +351,7 @@ def _row(decision: Decision) -> tuple[str, ...]:
     if layer.input is not None:
         kernel = f"{_size(layer.input)} by {kernel}"
     rule = "-" if decision.rule is None else str(decision.rule)
-    recipe = decision.gets or f"({decision.reason})"
+    recipe = decision.recipe.name if decision.recipe else f"({decision.reason})"
     return (layer.path or ".", layer.type.__name__, kernel, rule, recipe)
 
 

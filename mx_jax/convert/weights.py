@@ -181,7 +181,7 @@ def weights(
             leaves[i] = leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
         result, kernels = jax.tree.unflatten(structure, leaves), kernels.values()
     report = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
-    report.check("convert.weights", strict, caches=False)
+    report.check("convert.weights", strict)
     _warn_of_unstored(report, strict)
     return result
 
@@ -235,7 +235,7 @@ def weights_report(
     else:
         kernels = _kernels_of_tree(params, rules, model, args)[0].values()
     report = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
-    report.check("convert.weights_report", strict, caches=False)
+    report.check("convert.weights_report", strict)
     return report
 
 

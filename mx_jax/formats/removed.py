@@ -2,6 +2,7 @@
 
 REMOVED: dict[str, str] = {
     "generate": "run `python examples/generate MODEL --prompt TEXT` in a clone, docs/generate.md",
+    "CacheFormat": "nn.KVCache in an attention of your own, docs/generate.md",
     "Certificate": "checkpoint.transcode proves what it says, or raises; it gives the MXArray",
     "Console": "print(step.records) of a captured step is a table",
     "Csv": "json.dumps(record.as_json()) for each record of step.records.all()",
@@ -10,6 +11,9 @@ REMOVED: dict[str, str] = {
     "Sink": "step.records of a captured step has all; take them out and clear() them",
     "Scalar": "a loss is logged by whatever logs it; record.step says of what step a record is",
     "TensorBoard": "log record.stats of each record of step.records.all() by record.path",
+    "diff": "`inspect B --reference A` prints how far each tensor is from A's, the same as inf",
+    "html": "`python -m mx_jax inspect FILE` prints a table, with --json JSON",
+    "resume": "save again: an earlier checkpoint stays until the new one is whole",
     "report": "print(step.records) of a captured step; `python -m mx_jax inspect` of a checkpoint",
     "cudnn": "xla_scaled multiplies by jax.lax.scaled_dot on Blackwell",
     "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
@@ -23,6 +27,7 @@ REMOVED: dict[str, str] = {
     "Slot": "a call shows what layers of your own multiply: give convert.report arguments",
     "numbered": "a rule's pattern has the numbers, r'.*block_(0|31)/.*', or its filter reads them",
     "every": "a rule's filter reads the number in the path, docs/convert.md",
+    "dynamic_update_slice": "nn.KVCache takes new rows; elsewhere write values, and quantize them",
     "explain_call": "inspect.explain says it of a function: print(explain(function, *args))",
     "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
     "DelayedDotGeneral": "float8 with scales of earlier steps is Flax's: flax.linen.fp8_ops",
@@ -52,7 +57,7 @@ REMOVED: dict[str, str] = {
     "fwd": "output",
     "plan": "docs/sharding.md shows how to compile your own step for devices that are not there",
 }
-"""By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
+"""By the name of a command, option, recipe, rule, layout or function: what takes its place."""
 
 
 def whereabouts(name: object) -> str:

@@ -244,7 +244,11 @@ class Captured(Generic[P, R]):
             jax.debug.callback(receive, words, arrays)
             return jnp.zeros(())
 
-        send() if shard else _on_first(send)
+        if shard or not (device := _device()):
+            send()
+            return
+        first = functools.reduce(jnp.logical_and, [index == 0 for index in device.values()])
+        lax.cond(first, send, lambda: jnp.zeros(()))
 
     def _receive(
         self,
@@ -340,13 +344,6 @@ def _device() -> dict[str, jax.Array]:
     """Which device this is, along each axis of shard_map."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return {axis: lax.axis_index(axis) for axis in axes}
-
-
-def _on_first(run: Callable[[], jax.Array]) -> jax.Array:
-    if not (device := _device()):
-        return run()
-    first = functools.reduce(jnp.logical_and, [index == 0 for index in device.values()])
-    return lax.cond(first, run, lambda: jnp.zeros(()))
 
 
 def pack(content: object) -> tuple[jax.Array, PackedLayout]:

@@ -85,11 +85,11 @@ def explain(
       >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
       >>> def layer(x, w):
       ...     return mx_jax.matmul(x, w, recipe="mxfp8") @ w
-      >>> found = mx_jax.inspect.explain(layer, x, w, target=target)
-      >>> [(row.kind, row.times, row.backend) for row in found.rows]
+      >>> result = mx_jax.inspect.explain(layer, x, w, target=target)
+      >>> [(row.kind, row.times, row.backend) for row in result.rows]
       [('cast', 1, 'reference'), ('cast', 1, 'reference'), ('product', 1, 'xla_bfloat16'),
        ('high precision', 1, 'jax.lax')]
-      >>> found.quantized_share
+      >>> result.quantized_share
       0.5
     """
     with contextlib.nullcontext() if target is None else use_target(target):
@@ -159,7 +159,7 @@ class Row:
         XLA may drop some; of `flax.linen.scan`, which traces its body once more, gradients show one
         too many.
       places: where: scopes joined by `/`, such as Flax's layers, and whether for a gradient.
-      flops: of one; 0 of casts, and where a size is open.
+      flops: of one execution; 0 for casts and symbolic sizes.
       how: how the backend computes it, where its name does not say.
       reasons: the measurement it rests on, why other backends do not take it, and which would if
         they were named; or why it is in high precision.
@@ -191,8 +191,8 @@ class Explanation:
     Examples:
       >>> import jax, mx_jax
       >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
-      >>> found = mx_jax.inspect.explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8") @ w, x, w)
-      >>> [row.kind for row in found.rows], len(found.high), found.quantized_share
+      >>> shown = mx_jax.inspect.explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8") @ w, x, w)
+      >>> [row.kind for row in shown.rows], len(shown.high), shown.quantized_share
       (['cast', 'cast', 'product', 'high precision'], 1, 0.5)
     """
 
@@ -302,18 +302,9 @@ def _product(
 
 
 def _count(shape: Sequence[int]) -> float:
-    """Of elements; 0 where a size is open."""
+    """Number of elements; 0 if a size is symbolic."""
     is_known = all(isinstance(size, int) for size in shape)
     return float(math.prod(shape)) if is_known else 0.0
-
-
-def _num_devices(arrays: Sequence[Any]) -> int:
-    """Of the program, as far as its arguments say."""
-    shardings = (getattr(x, "sharding", None) for x in arrays)
-    return max(
-        (sharding.mesh.size for sharding in shardings if isinstance(sharding, NamedSharding)),
-        default=1,
-    )
 
 
 def _of_function(
@@ -337,7 +328,10 @@ def _of_function(
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
     sites = walk(live(program))
     rows: dict[Row, Row] = {}
-    selected = [pair for site in sites for pair in _selected(site, _num_devices(arrays))]
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    num_devices = max((mesh.size for mesh in meshes), default=1)  # as far as arguments say
+    selected = [pair for site in sites for pair in _selected(site, num_devices)]
     for row in (*(row for row, _ in selected), *filter(None, map(_high, sites))):
         # Rows of the same work are one.
         key = dataclasses.replace(row, times=0, places=())

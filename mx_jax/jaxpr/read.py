@@ -201,8 +201,8 @@ def of_arrays(
     static, arrays = split(args, kwargs)
 
     def call(arrays: Sequence[Any]) -> Any:
-        own_args, own_kwargs = static.arguments(arrays)
-        return function(*own_args, **own_kwargs)
+        positional, keywords = static.arguments(arrays)
+        return function(*positional, **keywords)
 
     return call, arrays
 

@@ -82,7 +82,11 @@ def regions() -> dict[Any, Region]:
     # Whatever mesh the caller has set.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    called = Region(_inlined, bodies=lambda params: (params["call_jaxpr"],))
+    # The body alone, with its own derivative: for programs that are not differentiated again.
+    called = Region(
+        lambda _, values, bodies, state: bodies[0](values, state),
+        bodies=lambda params: (params["call_jaxpr"],),
+    )
     return {
         jit_p: Region(_jit),
         remat_p: Region(_remat),
@@ -241,8 +245,3 @@ def _shard_map(params: Params, values: Values, bodies: Bodies, state: Any) -> Va
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )(values, state)
-
-
-def _inlined(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
-    """The body alone, with its own derivative: for programs that are not differentiated again."""
-    return bodies[0](values, state)

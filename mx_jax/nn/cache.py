@@ -5,18 +5,16 @@ Heads of keys and values may be shared by several of queries.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import explicit_axes, packing
-from mx_jax.formats import BlockFormat, Whole, block_format
+from mx_jax.formats import WHOLE, BlockFormat, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.ops.product import cast_array
 from mx_jax.ops.quantize import attend_matrices, dequantize
@@ -98,27 +96,23 @@ class CacheRows:
             tensor_scale=scale,
         )
 
-    def held(self, length: int | None = None) -> Rows:
-        """The first rows as they are held, all of them without a length."""
-        codes = self.codes[:, :, :length]
+    def held(self) -> Rows:
+        """The rows as they are held."""
         if self.format is None:
-            return codes
+            return self.codes
         assert self.scales is not None
-        tensor_scale = self.tensor_scale
-        if tensor_scale is not None and not self.scale_is_fixed:
-            tensor_scale = tensor_scale[:, :, :length]
         return PackedRows(
-            codes=codes,
-            scales=self.scales[:, :, :length],
-            tensor_scale=tensor_scale,
+            codes=self.codes,
+            scales=self.scales,
+            tensor_scale=self.tensor_scale,
             format=self.format,
             features=self.features,
             dtype=self.dtype,
         )
 
-    def read(self, length: int | None = None) -> jax.Array:
-        """The values of the first rows, `[batch, heads, length, features]`."""
-        rows = self.held(length)
+    def read(self) -> jax.Array:
+        """The values, `[batch, heads, length, features]`."""
+        rows = self.held()
         return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
 
 
@@ -234,7 +228,13 @@ class KVCache:
                 "KVCache: needs at least one sequence, token, head and feature, got "
                 f"batch={batch}, length={length}, heads={heads}, features={features}"
             )
-        form = None if format is None else row_format(format)
+        form = None if format is None else block_format(format)
+        # Blocks may not span tokens.
+        if form and (form.block[0] != 1 or (form.block[1] is WHOLE and form.scale.is_float32)):
+            raise ValueError(
+                "KVCache: blocks must lie along the features of one token, got "
+                f"format={form.name} with block={form.block}; use e.g. 'mxfp8_e4m3'"
+            )
         check_tensor_scales(tensor_scales, form)
         shape = (batch, heads, length, features)
         keys, values = (
@@ -275,9 +275,7 @@ class KVCache:
             keys=self.keys.write(keys, position), values=self.values.write(values, position)
         )
 
-    def attend(
-        self, query: jax.Array, position: jax.typing.ArrayLike, *, length: int | None = None
-    ) -> jax.Array:
+    def attend(self, query: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
         """Causal attention of queries over what the cache holds.
 
         A backend that reads codes reads no more of them than the tokens so far; for any other they
@@ -289,37 +287,17 @@ class KVCache:
           query: `[batch, tokens, query heads, features]`; a head of the cache serves as many
             query heads as there are for each.
           position: of the first query, one for all sequences or int `[batch]`.
-          length: how many rows of the cache to read, at least `position + tokens`; None: all.
 
         Returns:
           `[batch, tokens, query heads, features]`, of the query's dtype.
 
         Raises:
           ValueError: a query of another shape, or of whole numbers; a position that is negative, no
-            integer, or of another shape; a length that hides a query's
-            own token, if the position is known.
+            integer, or of another shape.
         """
         needs_four_axes("KVCache", query=query)
-        positions = checked_position(position, len(query))
-        tokens, known = query.shape[1], not isinstance(position, Tracer)
-        if length is not None and known and length < np.asarray(position).max() + tokens:
-            raise ValueError(
-                "KVCache: every query must see its own token, got "
-                f"length={length}, position={position}, tokens={tokens}; leave length out, or give "
-                "at least position + tokens"
-            )
-        return attend(query, self.keys.held(length), self.values.held(length), positions)
-
-
-def row_format(format: FormatLike) -> BlockFormat:
-    """A block format, or its name, for rows of a cache; ValueError for blocks that span tokens."""
-    form = block_format(format)
-    if form.block[0] != 1 or (isinstance(form.block[1], Whole) and form.scale.is_float32):
-        raise ValueError(
-            "KVCache: blocks must lie along the features of one token, got "
-            f"format={form.name} with block={form.block}; use e.g. 'mxfp8_e4m3'"
-        )
-    return form
+        position = checked_position(position, len(query))
+        return attend(query, self.keys.held(), self.values.held(), position)
 
 
 def check_tensor_scales(scales: tuple[float, float] | None, form: BlockFormat | None) -> None:
@@ -438,33 +416,3 @@ def _by_sequence(rows: Rows) -> tuple[Rows, Any]:
         axes["tensor_scale"] = None
         rows = dataclasses.replace(rows, tensor_scale=scale[0])
     return rows, dataclasses.replace(rows, **axes)
-
-
-# flax.serialization: state dicts hold the arrays of a cache, and restoring needs a target ---------
-
-
-def _cache_state(x: object) -> dict[str, Any]:
-    """The state dict of a cache, or of its rows: what of it is arrays."""
-    children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
-    return {
-        key.name: serialization.to_state_dict(child) for key, child in children if child is not None
-    }
-
-
-def _restored_cache(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
-    """What was saved; the target's own fields say what it is."""
-    arrays = _cache_state(target)
-    if arrays.keys() != state.keys():
-        raise ValueError(
-            f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
-            f"{sorted(arrays)}, got {sorted(state)}; take a target of the same format"
-        )
-    restored = {
-        name: serialization.from_state_dict(getattr(target, name), part, name)
-        for name, part in state.items()
-    }
-    return dataclasses.replace(target, **restored)
-
-
-for _kind in (CacheRows, KVCache):
-    serialization.register_serialization_state(_kind, _cache_state, _restored_cache, override=True)

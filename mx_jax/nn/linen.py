@@ -54,8 +54,8 @@ def multiplied(
     """A product of a bound layer, by its recipe and with a key from its stream; its errors name the
     layer."""
     try:
-        if recipe.gather is not None:
-            recipe = linen_recipe(layer, recipe)
+        if recipe.gather is not None and recipe.gather.rhs is None:
+            recipe = recipe_of(recipe, linen_spec(layer, "kernel"))
         return operation(*args, **options, recipe=recipe, key=layer_key(layer, recipe))
     except (TypeError, ValueError) as error:
         error.add_note(f"in layer {'/'.join(layer.path)!r} ({type(layer).__name__})")
@@ -72,13 +72,6 @@ class _LayerDotGeneral:
     def __call__(self, *args: object, **options: Unpack[ProductOptions]) -> jax.Array:
         """See `mx_jax.dot_general`."""
         return multiplied(self.layer, self.recipe, dot_general, *args, **options)
-
-
-def linen_recipe(layer: flax_nn.Module, recipe: Recipe) -> Recipe:
-    """The recipe of a bound flax.linen layer, which knows how its kernel, a parameter, lies."""
-    if recipe.gather is None or recipe.gather.rhs is not None:
-        return recipe
-    return recipe_of(recipe, linen_spec(layer, "kernel"))
 
 
 def linen_spec(layer: flax_nn.Module, name: str) -> PartitionSpec | None:
@@ -163,12 +156,6 @@ def _folded_in(suffix: tuple[str | int, ...], separates: bool) -> int:
 _OF_JAX = jax.nn.initializers.lecun_normal().__module__
 
 
-def quantized_in(value: object) -> Quantized | None:
-    """The quantized weights that a parameter is, within Flax's boxes or without; else None."""
-    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, Quantized))
-    return leaves[0] if len(leaves) == 1 and isinstance(leaves[0], Quantized) else None
-
-
 def stored_param(
     layer: flax_nn.Module,
     param: Callable[..., Any],
@@ -189,8 +176,9 @@ def stored_param(
     value = None
     if scope is not None and scope.has_variable("params", name):
         value = scope.get_variable("params", name)
-    weights = quantized_in(value)
-    if scope is None or weights is None:
+    # Within Flax's boxes or without.
+    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    if scope is None or len(leaves) != 1 or not isinstance(leaves[0], Quantized):
         return param(name, init_fn, *init_args, **options)
     unbox = options.pop("unbox", True)
     if init_args and getattr(init_fn, "__module__", None) == _OF_JAX:
@@ -199,8 +187,8 @@ def stored_param(
     else:
         declared = jax.eval_shape(lambda: init_fn(jax.random.key(0), *init_args, **options))
         (shape,) = (leaf.shape for leaf in jax.tree.leaves(declared))
-    if weights.shape != shape:
-        raise ScopeParamShapeError(name, scope.path_text, weights.shape, shape)
+    if leaves[0].shape != shape:
+        raise ScopeParamShapeError(name, scope.path_text, leaves[0].shape, shape)
     return param(name, lambda key: value, unbox=unbox)
 
 

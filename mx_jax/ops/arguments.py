@@ -33,7 +33,7 @@ def as_operand(
         check_parts(x, f"{operation}: {side}")
         return x
     if not recipe.is_high_precision:
-        x = _widened(x)
+        x = _narrow_floats_to_bfloat16(x)
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         raise TypeError(
             f"{operation}: {side} must have this machine's byte order, got dtype={x.dtype.str}, "
@@ -103,7 +103,7 @@ NAMED: dict[str, Callable[[], MatmulRecipe]] = {}
 """What makes the recipe that a name stands for."""
 
 RECIPES_OF_A_FORMAT: dict[str, Callable[[str], MatmulRecipe]] = {}
-"""Those that a name alone does not make."""
+"""Recipes that need a format beside their name."""
 
 
 def named_recipe(name: str) -> MatmulRecipe:
@@ -149,14 +149,14 @@ QUANTIZABLE = ("float32", "bfloat16", "float16")
 _NARROW = {element.dtype for element in ELEMENT_FORMATS if element.kind == "float"}
 
 
-def _widened(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+def _narrow_floats_to_bfloat16(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """Arrays of float8 and narrower floats as the same values in bfloat16, which holds them all."""
     return jnp.asarray(x, jnp.bfloat16) if getattr(x, "dtype", None) in _NARROW else x
 
 
 def as_quantizable(x: jax.typing.ArrayLike, operation: str) -> jax.Array:
     """x as an array of a dtype that can be quantized; TypeError with the remedy for any other."""
-    x = _widened(x)
+    x = _narrow_floats_to_bfloat16(x)
     array = x if isinstance(x, jax.Array) else jnp.asarray(x)
     name = np.dtype(getattr(x, "dtype", array.dtype)).name  # as above
     if name not in QUANTIZABLE:

@@ -8,11 +8,13 @@ an all-gather. Quantizing a transposed copy costs XLA several times what the oth
 
 import dataclasses
 import operator
+import re
 from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from opt_einsum.parser import parse_einsum_input
 
 from mx_jax.axes import SIDES, Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
@@ -285,7 +287,7 @@ def einsum(
     recipe = arguments.as_recipe(recipe, "einsum")
     lhs = arguments.as_operand(lhs, "lhs", recipe, "einsum")
     rhs = arguments.as_operand(rhs, "rhs", recipe, "einsum")
-    left, right, out = _parse(subscripts, lhs.ndim, rhs.ndim)
+    left, right, out = _parse(subscripts, lhs, rhs)
     lhs, left = _sum_alone(lhs, left, right + out, subscripts)
     rhs, right = _sum_alone(rhs, right, left + out, subscripts)
     both = [letter for letter in left if letter in right]
@@ -322,61 +324,29 @@ def einsum(
     return product if out_sharding is None else _constrain(product, out_sharding)
 
 
-def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
-    """A letter an axis of both operands and of the product; letters of an ellipsis are upper-case
-    Greek, which subscripts cannot hold."""
+def _parse(subscripts: str, lhs: AnyOperand, rhs: AnyOperand) -> tuple[str, str, str]:
+    """A letter an axis of both operands and of the product, those of an ellipsis too."""
+    got = f"got subscripts={subscripts!r}"
     if not isinstance(subscripts, str):
-        raise TypeError(
-            "einsum: subscripts must be a string such as 'mk,kn->mn', got "
-            f"subscripts={subscripts!r}"
-        )
-    text = subscripts.replace(" ", "")
-    inputs, arrow, out = text.partition("->")
-    if inputs.count(",") != 1:
-        raise ValueError(f"einsum: needs exactly two operands, got subscripts={subscripts!r}")
+        raise TypeError(f"einsum: subscripts must be a string such as 'mk,kn->mn', {got}")
+    if subscripts.partition("->")[0].count(",") != 1:
+        raise ValueError(f"einsum: needs exactly two operands, {got}")
+    if not re.fullmatch("[a-zA-Z., >-]*", subscripts):
+        raise ValueError(f"einsum: subscripts are letters and '...', {got}")
+    try:
+        shapes = (tuple(lhs.shape), tuple(rhs.shape))
+        inputs, out, _ = parse_einsum_input((subscripts, *shapes), shapes=True)
+    except ValueError as error:
+        raise ValueError(f"einsum: {error} ({got}, ndim={lhs.ndim} and {rhs.ndim})") from None
     left, right = inputs.split(",")
-    num_dots = max(_num_dots(left, lhs_ndim, text), _num_dots(right, rhs_ndim, text))
-    left, right = _expand(left, lhs_ndim, num_dots), _expand(right, rhs_ndim, num_dots)
-    if arrow:
-        out = _expand(out, None, num_dots)
-    else:
-        # Implicit form: ellipsis axes first, then letters that occur once, in alphabetical order.
-        dots = _expand("...", None, num_dots)
-        both = left + right
-        out = dots + "".join(sorted(c for c in set(both) - set(dots) if both.count(c) == 1))
-    for term in (left, right, out):
+    for term, x in ((left, lhs), (right, rhs)):
         if len(set(term)) != len(term):
+            raise ValueError(f"einsum: a letter may occur once in each term, {got}")
+        if len(term) != x.ndim:
             raise ValueError(
-                f"einsum: a letter may occur once in each term, got subscripts={subscripts!r}"
+                f"einsum: a term names {len(term)} axes, the operand has ndim={x.ndim}, {got}"
             )
-    unknown = set(out) - set(left + right)
-    if unknown:
-        raise ValueError(
-            f"einsum: result letters {sorted(unknown)} are in no operand, "
-            f"got subscripts={subscripts!r}"
-        )
     return left, right, out
-
-
-def _num_dots(term: str, ndim: int, text: str) -> int:
-    """How many axes the ellipsis of one operand stands for."""
-    letters = term.replace("...", "", 1)
-    if not all(c.isascii() and c.isalpha() for c in letters):
-        raise ValueError(f"einsum: subscripts are letters and '...', got subscripts={text!r}")
-    dots = ndim - len(letters)
-    if dots < 0 or (dots and "..." not in term):
-        raise ValueError(
-            f"einsum: term {term!r} of subscripts={text!r} names {len(letters)} axes, "
-            f"the operand has ndim={ndim}"
-        )
-    return dots
-
-
-def _expand(term: str, ndim: int | None, num_dots: int) -> str:
-    """Replace the ellipsis by its letters; shorter ellipses align at the right, as in NumPy."""
-    count = num_dots if ndim is None else ndim - len(term.replace("...", "", 1))
-    letters = "".join(chr(0x0391 + index) for index in range(num_dots))
-    return term.replace("...", letters[num_dots - count :], 1)
 
 
 def _sum_alone(

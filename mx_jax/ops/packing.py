@@ -41,9 +41,7 @@ def pack_weights(
     those leave the sums. It belongs to this kind of machine and carries no gradient: train and save
     the MXArray.
 
-    One layout serves activations of every kind, except on Blackwell, whose tensor cores take two
-    quantized operands as they are: there a recipe that quantizes activations, to a format that may
-    meet the weights', asks for another. Products by any other recipe are right, but slower.
+    One layout serves activations of every kind; TPUs have one for those in high precision.
 
     Args:
       weights: blocked along the axis that products contract; any other axes are kept.

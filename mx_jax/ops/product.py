@@ -100,7 +100,7 @@ class QuantizedMatmul:
       moves: how operands get to the product; None: as the compiler brings one.
       quantizer: given a pass, its operands, a key and the sizes of groups, both operands as they
         are multiplied, and sizes again.
-      multiplier: given this, a pass, what the quantizer gives, which operands are stored weights,
+      multiplier: given this, a pass, what the quantizer gives, whether an operand is stored,
         and a function of the values that codes were cast from, the product.
     """
 
@@ -128,7 +128,7 @@ class QuantizedMatmul:
         # custom_vjp costs more than the product of concrete operands.
         values, codes, extra = operands
         return forward_program(
-            self, self.output, joined(values, codes), *extra, stored_sides(values, codes)
+            self, self.output, joined(values, codes), *extra, any_stored(values, codes)
         )
 
 
@@ -147,10 +147,9 @@ def joined(values: Operands, codes: Operands) -> Operands:
     return lhs, rhs
 
 
-def stored_sides(values: Operands, codes: Operands) -> tuple[Side, ...]:
-    """The operands that came quantized; on the left not those of this trace: activations."""
-    left: tuple[Side, ...] = ("lhs",) if codes[0] is not None and values[0] is None else ()
-    return (*left, "rhs") if codes[1] is not None else left
+def any_stored(values: Operands, codes: Operands) -> bool:
+    """Whether an operand came quantized; on the left not in this trace, as activations do."""
+    return codes[1] is not None or (codes[0] is not None and values[0] is None)
 
 
 def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -183,7 +182,7 @@ def forward(
     operands: Operands,
     key: Key,
     sizes: jax.Array | None,
-    stored: tuple[Side, ...] = (),
+    stored: bool = False,
     source: Source | None = None,
 ) -> jax.Array:
     """One of the three products: both operands quantized by its spec, and multiplied."""
@@ -206,9 +205,7 @@ def _differentiable(
     matmul: QuantizedMatmul, values: Operands, codes: Operands, extra: Extra
 ) -> jax.Array:
     # Derivatives of the gradient are those of the product in float32, its casts being identities.
-    return forward(
-        matmul, matmul.output, joined(values, codes), *extra, stored_sides(values, codes)
-    )
+    return forward(matmul, matmul.output, joined(values, codes), *extra, any_stored(values, codes))
 
 
 def _forward(
@@ -218,7 +215,7 @@ def _forward(
     operands = joined(values, codes)
     if matmul.recipe.kept_as_codes:
         operands = kept(matmul, operands, *extra)
-    result = forward_program(matmul, matmul.output, operands, *extra, stored_sides(values, codes))
+    result = forward_program(matmul, matmul.output, operands, *extra, any_stored(values, codes))
     # A gradient multiplies what is kept of the other operand: codes have no derivative.
     exact = [
         no_derivative(value) if value is not None and isinstance(x, Quantized) else x
@@ -448,6 +445,16 @@ def cast_call(
     )
 
 
+class CastArguments(NamedTuple):
+    """What `cast_operand` takes beside the array."""
+
+    spec: OperandSpec
+    blocks: Blocks
+    key: Key
+    tensor_scale: jax.Array | None
+    scope: str
+
+
 def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
@@ -463,6 +470,7 @@ def cast_operand(
         return checkpoint_name(result, QUANTIZED)
 
 
+Cast = Callable[[jax.Array, CastArguments], MXArray]
 # Outside of a product, which is one program already.
 cast_array = one_program("spec", "blocks", "scope")(cast_operand)
 
@@ -507,9 +515,10 @@ def quantize_operands(
     operands: Operands,
     key: Key,
     sizes: jax.Array | None = None,
-    casts: tuple[Callable[..., MXArray], Callable[..., MXArray]] = (cast_operand, cast_operand),
+    casts: tuple[Cast | None, Cast | None] = (None, None),
 ) -> tuple[Operands, jax.Array | None]:
-    """Both operands where their product is, transformed, and quantized: each by its cast."""
+    """Both operands where their product is, transformed, and quantized: by `cast_operand`, or by
+    casts of their own."""
     transform, keys, results = this.spec.transform, operand_keys(key), []
     blocks = this.axes.blocks(*(spec and spec.format for spec in this.specs))
     for at, (x, spec, cast) in enumerate(zip(operands, this.specs, casts, strict=True)):
@@ -526,7 +535,8 @@ def quantize_operands(
             if spec.tensor_scale == "row":
                 largest = spec.scale_rule.largest_value(spec.format)
                 tensor_scale = find_row_scales(x, (this.axes.lhs, this.axes.rhs)[at], of, largest)
-            x = cast(x, spec, of, drawn, tensor_scale, ".".join(names))
+            how = CastArguments(spec, of, drawn, tensor_scale, ".".join(names))
+            x = cast_operand(x, *how) if cast is None else cast(x, how)
             x = x if move is None else move.move_codes(x)
         results.append(x)
     return (results[0], results[1]), sizes
@@ -537,7 +547,7 @@ def multiply(
     this: MatmulPass,
     operands: Operands,
     sizes: None,
-    stored: Sequence[Side],
+    stored: bool,
     sources: Callable[[], Sequence[Source | None]],
 ) -> jax.Array:
     """The product of canonical operands, by the backend that takes it."""
@@ -557,7 +567,6 @@ def multiply(
         precision=matmul.precision,
         fast_accumulation=this.spec.fast_accumulation,
         reduce_dtype=recipe.reduce_dtype,
-        stored=tuple(stored),
     )
     return bind(call, lhs, rhs, sources=None if stored else sources)
 

@@ -17,10 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
 from mx_jax.backends.primitive import bind
-from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import AxisNames
 from mx_jax.codecs.rounding import NEAREST, DerivedKey
 from mx_jax.formats import Whole
@@ -30,6 +29,7 @@ from mx_jax.ops.arguments import Key, as_operand
 from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import (
+    CastArguments,
     MatmulPass,
     Operands,
     QuantizedMatmul,
@@ -54,7 +54,7 @@ from mx_jax.reference.matmul import (
 )
 from mx_jax.sharding.exchange import as_int32, dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, spec_of
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
+from mx_jax.specs import MatmulRecipe, MatmulSpec
 
 # Dimension numbers of what packed weights are laid out for.
 _EXPERTS = (((1,), (1,)), ((), (0,)))
@@ -272,7 +272,7 @@ def _quantize(
     if shared and not isinstance(lhs, Quantized):
         lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
     by_row = functools.partial(_quantize_by_row, sizes)
-    return quantize_operands(this, (lhs, rhs), key, sizes, (by_row, cast_operand))
+    return quantize_operands(this, (lhs, rhs), key, sizes, (by_row, None))
 
 
 def _multiply(
@@ -280,7 +280,7 @@ def _multiply(
     this: MatmulPass,
     operands: Operands,
     sizes: jax.Array,
-    stored: Sequence[Side],
+    stored: bool,
     sources: object,
 ) -> jax.Array:
     (lhs, rhs), axes = operands, this.axes
@@ -295,66 +295,41 @@ def _multiply(
         num_groups=sizes.shape[0],
         out_dtype=this.dtype,
         precision=matmul.precision,
-        stored=tuple(stored),
     )
     return bind(call, lhs, rhs, sizes)
 
 
-def _quantize_by_row(
-    sizes: jax.Array,
-    x: jax.Array,
-    spec: OperandSpec,
-    blocks: Blocks,
-    key: Key,
-    tensor_scale: jax.Array | None,
-    scope: str,
-) -> MXArray:
+def _quantize_by_row(sizes: jax.Array, x: jax.Array, how: CastArguments) -> MXArray:
     """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
-    height = spec.format.block[0]
+    height = how.spec.format.block[0]
     if height == 1:
-        return cast_operand(x, spec, blocks, key, tensor_scale, scope)
+        return cast_operand(x, *how)
     if isinstance(height, Whole):
-        rows = ragged_rows(sizes, x.shape[0], unit=1)
-        return _quantize_groups(rows, x, spec, blocks, key, tensor_scale, scope)
+        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, how)
     rows = ragged_rows(sizes, x.shape[0], unit=height)
-    codes = rows.restore(cast_operand(rows.place(x), spec, blocks, key))
+    codes = rows.restore(cast_operand(rows.place(x), how.spec, how.blocks, how.key))
     # Not that of the padded rows.
-    with jax.named_scope(scope):
-        return as_cast(x, codes, spec)
+    with jax.named_scope(how.scope):
+        return as_cast(x, codes, how.spec)
 
 
-def _quantize_along_rows(
-    rows: RaggedRows,
-    x: jax.Array,
-    spec: OperandSpec,
-    blocks: Blocks,
-    key: Key,
-    tensor_scale: jax.Array | None,
-    scope: str,
-) -> MXArray:
+def _quantize_along_rows(rows: RaggedRows, x: jax.Array, how: CastArguments) -> MXArray:
     """`[p, c]` quantized along p, where groups start with blocks."""
-    if not isinstance(spec.format.block[1], Whole):
-        return cast_operand(x, spec, blocks, key, tensor_scale, scope)
-    return _quantize_groups(rows, x, spec, blocks, key, tensor_scale, scope)
+    if isinstance(how.spec.format.block[1], Whole):
+        return _quantize_groups(rows, x, how)
+    return cast_operand(x, *how)
 
 
-def _quantize_groups(
-    rows: RaggedRows,
-    x: jax.Array,
-    spec: OperandSpec,
-    blocks: Blocks,
-    key: Key,
-    tensor_scale: jax.Array | None,
-    scope: str,
-) -> MXArray:
+def _quantize_groups(rows: RaggedRows, x: jax.Array, how: CastArguments) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
-    nearest = dataclasses.replace(spec, rounding=NEAREST)
-    peaks = cast_array(group_peaks(x, rows), nearest, blocks)
-    width = spec.rounding.random_bits
-    bits = arguments.draw_bits(key, x.shape, width) if key is not None and width else None
-    codes = encode_by_group(x, rows, peaks, spec.rounding, bits)
-    with jax.named_scope(scope):
-        return checkpoint_name(as_cast(x, codes, spec), QUANTIZED)
+    nearest = dataclasses.replace(how.spec, rounding=NEAREST)
+    peaks = cast_array(group_peaks(x, rows), nearest, how.blocks)
+    width, bits = how.spec.rounding.random_bits, None
+    if how.key is not None and width:
+        bits = arguments.draw_bits(how.key, x.shape, width)
+    codes = encode_by_group(x, rows, peaks, how.spec.rounding, bits)
+    with jax.named_scope(how.scope):
+        return checkpoint_name(as_cast(x, codes, how.spec), QUANTIZED)
 
 
 # Experts on several devices -----------------------------------------------------------------------

@@ -11,7 +11,6 @@ from mx_jax.codecs.rounding import Rounding, rounding_mode
 from mx_jax.formats.block import FormatLike, known_block
 from mx_jax.formats.element import nearest
 from mx_jax.formats.removed import whereabouts
-from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference import scale_rules
@@ -309,11 +308,3 @@ class Recipe(MatmulRecipe):
             if base == self:
                 return f"{start}({format!r})" if format else f"{base.name}()"
         return super().__repr__()
-
-    def _repr_html_(self) -> str:
-        specs = {product: getattr(self, product) for product in TENSORS}
-        rows = [
-            (product, spec.lhs or "high precision", spec.rhs or "high precision", spec.transform)
-            for product, spec in specs.items()
-        ]
-        return html_table(self.name, ("product", "lhs", "rhs", "transform"), rows)

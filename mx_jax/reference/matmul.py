@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import result_type, vary_alike
+from mx_jax.codecs.explicit_axes import result_aval, vary_alike
 from mx_jax.codecs.lowering import eager
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import LIFT, encode_scaled, is_tiny, lift
@@ -336,7 +336,7 @@ def _type(
     lhs: ShapedArray, rhs: ShapedArray, sizes: ShapedArray, contracting: tuple[int, int], **how: Any
 ) -> ShapedArray:
     rows = (*sizes.shape, lhs.shape[-1]) if contracting == (-2, -2) else lhs.shape[:-1]
-    return result_type(lhs, (*rows, rhs.shape[-3 - contracting[1]]), how["preferred_element_type"])
+    return result_aval(lhs, (*rows, rhs.shape[-3 - contracting[1]]), how["preferred_element_type"])
 
 
 def _batch(

@@ -124,12 +124,15 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
         return lax.expand_dims(lax.reduce_max(largest, others), others) if others else largest
 
     def elsewhere(pieces: jax.Array) -> jax.Array:
-        magnitudes = _magnitudes(pieces)
+        narrow = pieces.dtype == jnp.bfloat16
+        bits = lax.bitcast_convert_type(pieces, jnp.int16) if narrow else float32.to_bits(pieces)
+        magnitudes = float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
         if on_gpu is None:
             amax = reduced(magnitudes)
         else:
             amax = platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
-        return _widened(amax) if amax.dtype == jnp.int16 else amax
+        # Widened as bfloat16 is.
+        return float32.shift_left(lax.convert_element_type(amax, jnp.int32), 16) if narrow else amax
 
     return platform_dependent(pieces, tpu=on_tpus, default=elsewhere)
 
@@ -139,16 +142,6 @@ def _largest_by_registers(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     magnitudes = float32.bitwise_and(float32.widened_bits(x), float32.ABS)
     largest = lax.reduce_max(lax.bitcast_convert_type(magnitudes, jnp.uint32), axes)
     return lax.expand_dims(lax.bitcast_convert_type(largest, jnp.int32), axes)
-
-
-def _magnitudes(x: jax.Array) -> jax.Array:
-    narrow = x.dtype == jnp.bfloat16
-    bits = lax.bitcast_convert_type(x, jnp.int16) if narrow else float32.to_bits(x)
-    return float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
-
-
-def _widened(bits: jax.Array) -> jax.Array:
-    return float32.shift_left(lax.convert_element_type(bits, jnp.int32), 16)
 
 
 def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:

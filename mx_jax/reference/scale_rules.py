@@ -73,7 +73,7 @@ def _power_of_two(amax: jax.Array, emax: int, carry: int) -> jax.Array:
     pattern = amax
     # Elsewhere a subnormal amax has the smallest scale, whatever its exponent.
     if emax < 1:
-        biased, mantissa = float32.normalize(amax)
+        biased, mantissa = float32.split_exponent_mantissa(amax)
         pattern = float32.add(float32.shift_left(biased, 23), mantissa)
     biased = float32.sub(float32.shift_right(float32.add(pattern, carry), 23), emax)
     stored = lax.convert_element_type(clip(biased, 0, 2 * E8M0_BIAS), jnp.uint8)
@@ -91,17 +91,8 @@ class FromAmax:
     function: Callable[[BlockData], jax.Array]
 
     def __call__(self, data: BlockData) -> jax.Array:
-        return _from_amax(data.amax, data.tensor_scale, self.function, data.format)
-
-
-def _from_amax(
-    amax: jax.Array,
-    tensor_scale: jax.Array | None,
-    function: Callable[[BlockData], jax.Array],
-    format: BlockFormat,
-) -> jax.Array:
-    unseen: Any = None
-    return function(BlockData(unseen, (), amax, format, tensor_scale))
+        unseen: Any = None
+        return self.function(data._replace(values=unseen, inside=()))
 
 
 def never(element: ElementFormat) -> int:

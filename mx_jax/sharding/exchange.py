@@ -247,10 +247,10 @@ def exchange(axis_name: AxisNames, num_rows: int, back: bool, x: jax.Array, to: 
         return lax.ragged_all_to_all(*vary_alike((x, room, *sizes)), axis_name=axis_name)
 
     def padded(x: jax.Array, to: Route) -> jax.Array:
-        sides = (to.starts, to.sent), (slots, to.received)
-        sends, lands = sides[::-1] if back else sides
+        here, there = (to.starts, to.sent), (slots, to.received)
+        sides = (there, here) if back else (here, there)
         most = to.most if to.capacity > share else None
-        return _in_turns(axis_name, x, room, sends, lands, share, most)
+        return _in_turns(axis_name, x, room, sides, share, most)
 
     moved = lax.platform_dependent(x, to, cpu=padded, default=as_ragged)
     return moved if back else _take(moved, to.slot)
@@ -273,8 +273,7 @@ def _in_turns(
     axis_name: AxisNames,
     x: jax.Array,
     room: jax.Array,
-    sends: tuple[jax.Array, jax.Array],
-    lands: tuple[jax.Array, jax.Array],
+    sides: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     share: int,
     most: jax.Array | None,
 ) -> jax.Array:
@@ -284,13 +283,13 @@ def _in_turns(
       axis_name: mesh axis.
       x: rows.
       room: where those that arrive go.
-      sends: first row for each device, and how many.
-      lands: first row of each sender in the room, and how many.
+      sides: first row for each device, and how many; first row of each sender in the room, and how
+        many.
       share: rows to each device in a turn.
       most: rows from any device to any other; None: no more than a share.
     """
     row, at = (jnp.arange(size, dtype=jnp.int32) for size in (share, len(room)))
-    (starts, sizes), (first_rows, numbers) = sends, lands
+    (starts, sizes), (first_rows, numbers) = sides
     sender = jnp.searchsorted(first_rows, at, side="right", method="compare_all") - 1
     index = at - first_rows[sender]
     index = jnp.where(index < numbers[sender], index, -1)

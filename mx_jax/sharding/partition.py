@@ -41,14 +41,14 @@ ArrayAxes = tuple[Axis | None, ...]
 def axes_like(
     shape: Sequence[int], whole: Sequence[int], factors: Sequence[str], blocks: Sequence[int | None]
 ) -> ArrayAxes:
-    """The axes of an array that has an entry for each position of another, each block, or all."""
+    """The axes of an array, such as scales: an entry a position of `whole`, a block, or in all."""
 
     def axis(length: int, size: int, factor: str, block: int | None) -> Axis | None:
         if length == size:
             return Axis(factor)
         if block is None or length != -(-size // block):
             return None
-        # Blocks of which the last is a part have no other parts.
+        # With a partial last block the axis cannot be divided.
         return Axis(factor, size, length) if size % block else Axis(factor, block)
 
     return tuple(map(axis, shape, whole, factors, blocks))
@@ -71,7 +71,7 @@ class Factors(NamedTuple):
     """The factors of an operation."""
 
     sizes: dict[str, int]  # in positions
-    units: dict[str, int]  # of which all arrays have whole entries
+    units: dict[str, int]  # the fewest positions that are whole entries of every array
 
     @classmethod
     def of(
@@ -219,7 +219,7 @@ def sharding_rule(
     operands: Sequence[ArrayAxes], results: Sequence[ArrayAxes], factors: Factors
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """Shardy's rule, the factors that are summed over, and sizes of factors below an axis."""
-    # Shardy takes no factor of one beside another.
+    # Shardy rejects a factor of size 1 beside another in one axis.
     counts = [(name, size, factors.units[name]) for name, size in factors.sizes.items()]
     shared = {name for name, size, unit in counts if size > unit and size % unit == 0}
     sizes: dict[str, int] = {}

@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.pallas_gpu import architecture
+from mx_jax.backends.calls import MatmulCall, PackCall, RaggedCall
+from mx_jax.backends.pallas_gpu import backend_for, products, tiles
+from mx_jax.backends.target import Backend, Offer
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
 
 needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < architecture.MIN_JAX or sys.version_info < (3, 12),
+    jax.__version_info__ < tiles.MIN_JAX or sys.version_info < (3, 12),
     reason="Mosaic GPU's interpreter needs jax>=0.12.0 and Python 3.12",
 )
 
 
 def with_any_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the kernels had been compiled for every version of JAX."""
-    monkeypatch.setattr(architecture, "MIN_JAX", (0,))
+    monkeypatch.setattr(tiles, "MIN_JAX", (0,))
 
 
 def interpreter() -> Any:
@@ -32,6 +35,23 @@ def interpreter() -> Any:
 
     plgpu: Any = mosaic_gpu
     return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def packed(call: MatmulCall | RaggedCall, rhs: MXArray) -> PackedMXArray:
+    """The weights of a product, packed."""
+    return products.pack_weights(rhs, PackCall(weights=call.rhs, blocks=rhs.blocks))
+
+
+def packing_backend() -> Backend:
+    """The kernels, which pack a product's weights first: those of cases are not."""
+    kernels = backend_for(interpreter())
+
+    def run(lhs: Any, rhs: MXArray, *rest: Any) -> jax.Array:
+        return kernels.run(rest[-1], lhs, packed(rest[-1], rhs), *rest[:-1])
+
+    calls = MatmulCall, RaggedCall
+    table = tuple(Offer(call=call, rejects=lambda *_: None, run=run) for call in calls)
+    return dataclasses.replace(kernels, table=table)
 
 
 def has_race(run: Callable[[], jax.Array]) -> bool:
@@ -51,10 +71,10 @@ def has_race(run: Callable[[], jax.Array]) -> bool:
     return False
 
 
-def lowered(run: Callable[..., Any], *given: Any, capability: tuple[int, int] = (9, 0)) -> str:
+def lowered(run: Callable[..., Any], *operands: Any) -> str:
     """A program for a GPU whose kernels are preferred."""
-    with mx_jax.testing.target("cuda", capability), mx_jax.prefer_backends("pallas_gpu"):
-        return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+        return jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:

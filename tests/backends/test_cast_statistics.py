@@ -1,7 +1,7 @@
 """Statistics of casts: the compiled handler beside their definition in plain jnp."""
 
 import dataclasses
-import operator
+import functools
 import sys
 from typing import Any
 
@@ -43,27 +43,19 @@ def drawn(shape: tuple[int, ...], dtype: Any, nonfinite: bool) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-def told(x: jax.Array, array: MXArray, axis: int) -> Any:
-    return inspect_statistics.of_cast(x, array, axis, inspect_statistics.STATISTICS)
-
-
-def of_both(x: jax.Array, array: MXArray, axis: int) -> tuple[Any, Any]:
-    """What is told of a cast, and what defines it."""
-    both = (quick(run, static_argnums=2) for run in (told, reference.of_cast))
-    found, expected = (run(x, array, axis) for run in both)
-    return found, expected
-
-
-def check(found: Any, expected: Any, without: tuple[str, ...] = ()) -> None:
-    assert set(found) == set(expected)
-    for name, own in found.items():
-        if name in without:
-            continue
-        assert (own.shape, own.dtype) == (expected[name].shape, expected[name].dtype), name
-        if name in SUMS:
-            np.testing.assert_allclose(own, expected[name], rtol=BOUND, err_msg=name)
-        else:
-            np.testing.assert_array_equal(own, expected[name], err_msg=name)
+def compare(x: jax.Array, array: MXArray, axis: int, without: tuple[str, ...] = ()) -> Any:
+    """Statistics of a cast, which are those of the definition; both."""
+    of_cast = inspect_statistics.of_cast
+    computed = lambda x, array: of_cast(x, array, axis, inspect_statistics.STATISTICS)  # noqa: E731
+    defined = functools.partial(reference.of_cast, axis=axis)
+    actual, expected = quick(computed)(x, array), quick(defined)(x, array)
+    assert set(actual) == set(expected)
+    for name in {*expected} - {*without}:
+        left, right = actual[name], expected[name]
+        assert (left.shape, left.dtype) == (right.shape, right.dtype), name
+        rtol = BOUND if name in SUMS else 0
+        np.testing.assert_allclose(left, right, rtol=rtol, err_msg=name)
+    return actual, expected
 
 
 @needs_handler
@@ -79,11 +71,9 @@ def check(found: Any, expected: Any, without: tuple[str, ...] = ()) -> None:
 )
 def test_the_handler_counts_exactly_and_sums_within_a_bound(name, shape, axis, dtype, nonfinite):
     x = drawn(shape, dtype, nonfinite)
-    array = mx_jax.quantize(x, name, axis=axis)
-    found, expected = of_both(x, array, axis)
-    check(found, expected)
-    assert (int(found["underflow"]) > 0) == (name != "mxfp8_e5m2")
-    assert (int(found["bad_blocks"]) > 0) == nonfinite
+    statistics, _ = compare(x, mx_jax.quantize(x, name, axis=axis), axis)
+    assert (int(statistics["underflow"]) > 0) == (name != "mxfp8_e5m2")
+    assert (int(statistics["bad_blocks"]) > 0) == nonfinite
 
 
 @needs_handler
@@ -91,31 +81,23 @@ def test_the_handler_counts_exactly_and_sums_within_a_bound(name, shape, axis, d
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_subnormals_are_counted_as_what_they_are(name, dtype):
     x = jnp.asarray(1e-38 * np.random.default_rng(7).normal(size=(64, 96)), dtype)
-    array = mx_jax.quantize(x, name, axis=-1)
-    found, expected = of_both(x, array, -1)
     # XLA's CPU has zeros for them in the reference's sums.
-    check(found, expected, without=SUMS)
-    assert float(found["signal"]) > float(expected["signal"]) > 0
+    statistics, expected = compare(x, mx_jax.quantize(x, name), -1, without=SUMS)
+    assert float(statistics["signal"]) > float(expected["signal"]) > 0
 
 
 def test_the_reference_tells_subnormals_from_zeros():
     half = np.zeros((8, 64), np.float32)
     half[::4], half[2::4] = 1e-39, -1e-39
-    array = mx_jax.quantize(half, "mxfp4", axis=-1)
-    told = quick(lambda x, array: reference.of_cast(x, array, -1))(jnp.asarray(half), array)
-    assert int(told["underflow"]) == 256
-    assert np.asarray(told["amax"]).view(np.int32) == np.float32(1e-39).view(np.int32)
-    kept = mx_jax.quantize(8 * half, "mxfp4", axis=-1)
-    assert int(reference.of_cast(jnp.asarray(8 * half), kept, -1)["underflow"]) == 0
-    left = np.asarray(quick(reference.finite_values)(kept)).view(np.int32)
-    assert np.count_nonzero(left & 0x7FFFFFFF) == 256
-
-
-def test_the_reference_tells_which_subnormals_saturate():
-    x = np.full((8, 64), 1.999 * 2.0**-127, np.float32)
-    array = mx_jax.quantize(x, "mxint8", axis=-1)
-    told = quick(lambda x, array: reference.of_cast(x, array, -1))(jnp.asarray(x), array)
-    assert int(told["saturated"]) == x.size
+    of_cast = quick(functools.partial(reference.of_cast, axis=-1))
+    lost = of_cast(half, mx_jax.quantize(half, "mxfp4"))
+    assert int(lost["underflow"]) == 256 and lost["amax"].view(np.int32) == 713624
+    kept = mx_jax.quantize(8 * half, "mxfp4")
+    assert int(of_cast(8 * half, kept)["underflow"]) == 0
+    finite = np.asarray(quick(reference.finite_values)(kept)).view(np.int32)
+    assert np.count_nonzero(finite & 0x7FFFFFFF) == 256
+    clipped = np.full((8, 64), 1.999 * 2.0**-127, np.float32)
+    assert int(of_cast(clipped, mx_jax.quantize(clipped, "mxint8"))["saturated"]) == 512
 
 
 @needs_handler
@@ -133,20 +115,8 @@ def test_square_blocks_and_whole_tensors_have_channels_along_either_axis(format,
     size = format.block[0]
     blocks = ((-2, size), (-1, size))
     array = quick(lambda x: quantize.quantize(x, format, blocks, rule))(x)
-    found, expected = of_both(x, array, axis)
-    check(found, expected)
-    assert int(found["bad_blocks"]) == (2 if size == 32 else 1)
-
-
-@needs_handler
-def test_lanes_have_statistics_of_their_own():
-    x = drawn((3, 64, 32), "float32", True)
-    array = jax.vmap(lambda x: mx_jax.quantize(x, "mxfp4", axis=-2))(x)
-
-    found = quick(jax.vmap(lambda x, array: told(x, array, -2)))(x, array)
-    for lane in range(3):
-        own = jax.tree.map(operator.itemgetter(lane), array)
-        check({name: of[lane] for name, of in found.items()}, of_both(x[lane], own, -2)[1])
+    statistics, _ = compare(x, array, axis)
+    assert int(statistics["bad_blocks"]) == (2 if size == 32 else 1)
 
 
 # How much more memory than before the process has taken once the statistics are there.
@@ -163,8 +133,8 @@ from mx_jax.inspect import statistics as inspect_statistics
 shape, axis = eval(sys.argv[1])
 x = jnp.ones(shape, jnp.bfloat16)
 array = jax.block_until_ready(mx_jax.quantize(x, "mxfp8_e4m3", axis=-1))
-told = jax.jit(lambda x, array: inspect_statistics.of_cast(x, array, axis, {"channels"}))
-run = told.lower(x, array).compile()
+of_cast = jax.jit(lambda x, array: inspect_statistics.of_cast(x, array, axis, {"channels"}))
+run = of_cast.lower(x, array).compile()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 jax.block_until_ready(run(x, array))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -176,9 +146,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is in another unit")
 @pytest.mark.parametrize("case", [((2, 2**21), -1), ((2**21, 2), -2)], ids=["rows", "columns"])
 def test_many_channels_take_no_more_memory_than_the_values(case):
-    taken = printed("-c", WIDE, repr(case))
     # Of 4 million elements: values in float32, and as many maxima; not 64 times the channels.
-    assert int(taken) < 100 * 1024
+    assert int(printed("-c", WIDE, repr(case))) < 100 * 1024
 
 
 CALL = CastStatisticsCall(
@@ -215,6 +184,4 @@ def test_a_library_without_the_handler_leaves_it_to_plain_jax(monkeypatch):
     assert choice.backend.name == "reference"
     assert f"was built without {casts.STATISTICS}" in dict(choice.rejections)["cpu_ffi"]
     x = drawn((64, 64), "float32", False)
-    array = mx_jax.quantize(x, "mxfp8_e4m3", axis=-1)
-    found, expected = of_both(x, array, -1)
-    check(found, expected)
+    compare(x, mx_jax.quantize(x, "mxfp8_e4m3"), -1)

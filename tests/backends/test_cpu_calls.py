@@ -32,8 +32,20 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def zeros(*shape: int, dtype: Any = np.uint8) -> np.ndarray:
-    return np.zeros(shape, dtype)
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint8)
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def ints(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+def keys(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint32)
 
 
 def along(axis: int, format: Any = MXFP8_E4M3, shape: Any = (40, 64), **how: Any) -> QuantizeCase:
@@ -50,7 +62,7 @@ PLAIN = {"has_tensor_scale": False}
 # A right call of each handler: its operands, its results and its attributes.
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     casts.QUANTIZE: (
-        {"x": zeros(4, 64, dtype=np.float32)},
+        {"x": floats(4, 64)},
         {"codes": u8(4, 64), "scales": u8(4, 2)},
         casts.quantize_attributes(CALL, None, None),
     ),
@@ -60,7 +72,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         casts.format_attributes(CALL.format) | {"blocks": casts.flat_blocks(CALL.blocks)} | PLAIN,
     ),
     casts.QUANTIZE_BOTH: (
-        {"x": zeros(40, 64, dtype=np.float32)},
+        {"x": floats(40, 64)},
         {
             "codes": u8(40, 64),
             "scales": u8(40, 2),
@@ -75,9 +87,9 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     casts.LEAST_LOSS: (
         {
-            "x": zeros(4, 64, dtype=np.float32),
-            "values": zeros(4, 64, dtype=np.float32),
-            "other_values": zeros(4, 64, dtype=np.float32),
+            "x": floats(4, 64),
+            "values": floats(4, 64),
+            "other_values": floats(4, 64),
             "codes": zeros(4, 64),
             "other_codes": zeros(4, 64),
             "scales": zeros(4, 2),
@@ -87,12 +99,12 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"blocks": casts.flat_blocks(CALL.blocks)},
     ),
     casts.RANDOM_BITS: (
-        {"keys": zeros(2, 2, dtype=np.uint32)},
+        {"keys": keys(2, 2)},
         {"bits": i32(2, 3)},
         {"width": np.int32(16), "derivations": np.zeros(0, np.int64)},
     ),
     casts.TRANSFORM: (
-        {"x": zeros(4, 64, dtype=np.float32), "signs": zeros(32, dtype=np.int32)},
+        {"x": floats(4, 64), "signs": ints(32)},
         {"out": f32(4, 64)},
         {"num_inner": np.int32(0), "size": np.int32(32), "derivations": np.zeros(0, np.int64)},
     ),
@@ -100,10 +112,10 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {
             "lhs": zeros(5, 64),
             "lhs_scales": zeros(5, 2),
-            "lhs_tensor_scale": zeros(0, dtype=np.float32),
+            "lhs_tensor_scale": floats(0),
             "rhs": zeros(7, 64),
             "rhs_scales": zeros(7, 2),
-            "rhs_tensor_scale": zeros(0, dtype=np.float32),
+            "rhs_tensor_scale": floats(0),
         },
         {"product": f32(5, 7)},
         {
@@ -125,11 +137,11 @@ def call(target: str, **changes: Any) -> Any:
     operands, results, attributes = RIGHT[target]
     if "tensor_scale" in changes:
         results = results | {"tensor_scale": None}
-    given = operands | results | attributes | changes
-    outputs = [given.pop(name) for name in results]
-    inputs = [given.pop(name) for name in operands]
-    found = jax.ffi.ffi_call(target, outputs if outputs[1:] else outputs[0])(*inputs, **given)
-    return jax.block_until_ready(found)
+    attributes = operands | results | attributes | changes
+    outputs = [attributes.pop(name) for name in results]
+    inputs = [attributes.pop(name) for name in operands]
+    run = jax.ffi.ffi_call(target, outputs if outputs[1:] else outputs[0])
+    return jax.block_until_ready(run(*inputs, **attributes))
 
 
 def blocks(*pairs: int) -> dict[str, Any]:
@@ -137,43 +149,39 @@ def blocks(*pairs: int) -> dict[str, Any]:
 
 
 DRAWS = {"rounding": "stochastic", "random_bits": np.int32(16)}
-FOUND = {"largest_value": np.float32(2688)}
+LARGEST = {"largest_value": np.float32(2688)}
 DTYPES = "needs float32, bfloat16 or float16"
 KEYS = "needs keys uint32"
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     casts.RANDOM_BITS: [
-        ({"keys": zeros(3, 2, dtype=np.uint32)}, KEYS),
-        ({"keys": zeros(2, 3, dtype=np.uint32)}, KEYS),
-        ({"keys": zeros(2, 2, dtype=np.int32)}, KEYS),
-        ({"keys": zeros(2, 3, 1, 2, dtype=np.uint32)}, r"got keys.shape=\(2, 3, 1, 2\), shape="),
+        ({"keys": keys(3, 2)}, KEYS),
+        ({"keys": ints(2, 2)}, KEYS),
+        ({"keys": keys(2, 3, 1, 2)}, r"got keys.shape=\(2, 3, 1, 2\), shape="),
         ({"width": np.int32(33)}, "needs a width of 1 to 32, got width=33"),
     ],
     casts.TRANSFORM: [
-        ({"signs": zeros(16, dtype=np.int32)}, r"got x.shape=\(4, 64\), signs.shape=\(16\)"),
-        ({"signs": zeros(32, dtype=np.float32)}, "needs x"),
-        ({"signs": zeros(32, dtype=np.uint32)}, KEYS),
-        ({"size": np.int32(24), "signs": zeros(24, dtype=np.int32)}, "size must be a power of two"),
+        ({"signs": ints(16)}, r"got x.shape=\(4, 64\), signs.shape=\(16\)"),
+        ({"signs": floats(32)}, "needs x"),
+        ({"signs": keys(32)}, KEYS),
+        ({"size": np.int32(24), "signs": ints(24)}, "size must be a power of two"),
     ],
     casts.LEAST_LOSS: [
-        ({"x": zeros(4, 64, dtype=np.int32)}, DTYPES),
+        ({"x": ints(4, 64)}, DTYPES),
         ({"codes": zeros(4, 63)}, r"codes must be of shape \(4, 64\), .*codes.shape=\(4, 63\)"),
         ({"out_scales": u8(4, 3)}, r"scales of shape \(4, 2\)"),
-        ({"other_values": zeros(64, dtype=np.float32)}, r"values and codes must be of shape"),
+        ({"other_values": floats(64)}, r"values and codes must be of shape"),
         ({"blocks": np.array([-3, 32])}, "blocks need axes in -2..-1"),
     ],
     casts.QUANTIZE: [
-        ({"x": zeros(4, 64, dtype=np.int32)}, DTYPES),
+        ({"x": ints(4, 64)}, DTYPES),
         ({"codes": u8(4, 63)}, r"codes must be uint8 of shape \(4, 64\)"),
-        ({"codes": i32(4, 64)}, "codes must be uint8"),
         ({"scales": u8(4, 3)}, r"scales must be uint8 of shape \(4, 2\)"),
-        ({"scales": f32(4, 2)}, "scales must be uint8"),
         (blocks(-3, 32), "blocks need axes in -2..-1"),
         (blocks(-1), "blocks must be pairs of axis and size"),
-        (blocks(-1, -5), "sizes >= 0"),
         (blocks(-1, 0, -2, 0), "neighbours, ascending"),
         (blocks(-2, 32, -1, 32), r"scales must be uint8 of shape \(1, 2\)"),
         (
-            {"x": zeros(4, 8, 2, dtype=np.float32)} | blocks(-3, 2, -2, 4),
+            {"x": floats(4, 8, 2)} | blocks(-3, 2, -2, 4),
             "several blocked axes must be whole, or the last two, got 2 axes from axis=-3 on",
         ),
         ({"element": np.arange(8, dtype=np.int32)}, "element must be the 8 facts"),
@@ -183,20 +191,18 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"threshold": np.int32(0)}, "needs 1 <= threshold"),
         ({"has_tensor_scale": True}, "needs 1 operands after x"),
         (DRAWS, "needs 1 operands"),
-        (FOUND | {"tensor_scale": f32(4, 2)}, r"last axes, .*reduced to 1, got tensor_scale.shape"),
-        (FOUND | {"tensor_scale": f32(1, 64)}, "reduced to 1"),
-        (FOUND | {"tensor_scale": f32(1)}, "reduced to 1"),
         (
-            FOUND | {"tensor_scale": f32(4, 1), "scales": u8(1, 64)} | blocks(-2, 16),
+            LARGEST | {"tensor_scale": f32(4, 2)},
+            r"last axes, .*reduced to 1, got tensor_sc",
+        ),
+        (LARGEST | {"tensor_scale": f32(1)}, "reduced to 1"),
+        (
+            LARGEST | {"tensor_scale": f32(4, 1), "scales": u8(1, 64)} | blocks(-2, 16),
             "all blocked ones among them, reduced to 1",
         ),
-        (FOUND, "needs 1 results after scales: a tensor scale where .*, got 0"),
+        (LARGEST, "needs 1 results after scales: a tensor scale where .*, got 0"),
         ({"tensor_scale": f32(1, 1)}, "needs 0 results after scales"),
-        (FOUND | {"largest_value": np.float32(-1)}, "largest_value must be above 0"),
-        (
-            FOUND | {"has_tensor_scale": True},
-            "largest_value must be above 0 .*, has_tensor_scale=1",
-        ),
+        (LARGEST | {"largest_value": np.float32(-1)}, "largest_value must be above 0"),
     ],
     casts.DEQUANTIZE: [
         ({"codes": zeros(4, 63)}, r"codes must be uint8 of shape \(4, 64\)"),
@@ -208,18 +214,16 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     casts.QUANTIZE_BOTH: [
         ({"codes": u8(40, 63)}, r"codes must be uint8 of shape \(40, 64\)"),
-        ({"scales": u8(40, 3)}, r"scales must be uint8 of shape \(40, 2\)"),
         ({"other_codes": u8(4, 64)}, r"codes must be uint8 of shape \(40, 64\)"),
         ({"other_scales": u8(40, 2)}, r"scales must be uint8 of shape \(2, 64\)"),
         ({"last_blocks": np.array([-2, 32])}, "the last and an earlier one"),
         ({"other_blocks": np.array([-1, 32])}, "the last and an earlier one"),
-        ({"other_blocks": np.array([-2, 0, -1, 0])}, "the last and an earlier one"),
         ({"other_rounding": "up"}, "unknown rounding='up'"),
         ({f"last_{name}": value for name, value in DRAWS.items()}, "needs 1 operands after x"),
         ({"last_threshold": "x"}, "attribute last_threshold: "),
         (
             {
-                "x": zeros(40, 3, 40, dtype=np.float32),
+                "x": floats(40, 3, 40),
                 "codes": u8(40, 3, 40),
                 "scales": u8(40, 3, 2),
                 "other_codes": u8(40, 3, 40),
@@ -237,21 +241,20 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"lhs_scales": zeros(5, 3)}, r"lhs_scales must have shape \(5, 2\)"),
         ({"lhs_block_rows": np.int32(4)}, r"lhs_scales must have .* \(2, 2\) .*block_rows=4, got"),
         ({"rhs_block_rows": np.int32(0)}, "rhs_block_rows must be above 0, got rhs_block_rows=0"),
-        ({"rhs": zeros(7, 64, dtype=np.int8)}, "codes and scales must be uint8"),
+        ({"rhs": np.zeros((7, 64), np.int8)}, "codes and scales must be uint8"),
         ({"rhs": zeros(64)}, r"rhs must be \[\*batch, rows, k\]"),
         (
             {"rhs": zeros(7, 96), "rhs_scales": zeros(7, 3)},
             r"both operands must have one k, got lhs.shape=\(5, 64\), rhs.shape=\(7, 96\)",
         ),
         ({"product": f32(5, 8)}, r"product's shape \(5, 8\) does not follow from lhs.shape=\(5, 6"),
-        ({"product": f32(1, 5, 7)}, r"product's shape \(1, 5, 7\) does not follow"),
         ({"product": i32(5, 7)}, "the product must be float32, bfloat16 or float16"),
         (
-            {"lhs_tensor_scale": zeros(3, dtype=np.float32)},
+            {"lhs_tensor_scale": floats(3)},
             r"lhs_tensor_scale must be of shape \(0,\), .*got lhs_tensor_scale.shape=\(3\) for",
         ),
         (
-            {"rhs_tensor_scale": zeros(1, 0, dtype=np.float32)},
+            {"rhs_tensor_scale": floats(1, 0)},
             r"rhs_tensor_scale must be .*got rhs_tensor_scale.shape=\(1, 0\)",
         ),
     ],
@@ -260,22 +263,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 @needs_library
 @pytest.mark.parametrize("target", RIGHT)
-def test_right_calls(target: str):
+def test_wrong_calls(target: str):
     call(target)
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("target", "changes", "message"),
-    [
-        pytest.param(target, *wrong, id=f"{target}-{number}-{'-'.join(wrong[0])}")
-        for target, rows in WRONG.items()
-        for number, wrong in enumerate(rows)
-    ],
-)
-def test_wrong_calls(target: str, changes: dict[str, Any], message: str):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax .*: .*{message}"):
-        call(target, **changes)
+    for changes, message in WRONG[target]:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax .*: .*{message}"):
+            call(target, **changes)
 
 
 DISTANT = (4, 5, 40)
@@ -320,20 +312,13 @@ def test_reasons(call: Call, reason: str):
     assert reason in str(CPU_FFI.rejects(call, CPU))
 
 
-@pytest.mark.parametrize(
-    ("target", "reason"),
-    [
-        (
-            Target(platform="cpu", num_devices=8),
-            "runs on one device: JAX cannot hand a custom call every sharding, got num_devices=8; "
-            "only_backend('cpu_ffi') insists",
-        ),
-        (Target(platform="cuda"), "runs on platform=cpu, got platform=cuda"),
-    ],
-    ids=["devices", "platform"],
-)
-def test_other_machines(target: Target, reason: str):
-    assert CPU_FFI.rejects(CALL, target) == reason
+def test_other_machines():
+    assert CPU_FFI.rejects(CALL, Target(platform="cpu", num_devices=8)) == (
+        "runs on one device: JAX cannot hand a custom call every sharding, got num_devices=8; "
+        "only_backend('cpu_ffi') insists"
+    )
+    gpu = Target(platform="cuda")
+    assert CPU_FFI.rejects(CALL, gpu) == "runs on platform=cpu, got platform=cuda"
 
 
 @needs_library
@@ -343,21 +328,17 @@ def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytes
     assert not isinstance(loaded, str)
     monkeypatch.setattr(library, "load", lambda: dataclasses.replace(loaded, isa=isa))
 
-    def taken(lhs, rhs, rows: int, dtype: str = "float32") -> bool:
-        call = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,)).call
-        if lhs is None:
-            call = dataclasses.replace(
-                call, lhs=dataclasses.replace(call.lhs, dtype=jnp.dtype(dtype))
-            )
+    def kernel(lhs, rhs, rows: int, dtype: str = "float32") -> bool:
+        call = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,), dtype=dtype).call
         assert products.rejects(call) is None
         how = products.describe(call)
         assert not how or how.startswith(f"by XLA's dot: {isa} would multiply in float32")
         return not how
 
     bf16, integers = isa == "avx512_bf16", isa not in ("portable", "avx512")
-    assert taken(formats.MXFP4, formats.MXINT8, 4096) == integers
-    assert taken(formats.MXFP6_E3M2, formats.MXFP4, 4096) == (integers and isa.startswith("avx"))
-    assert taken(formats.MXFP8_E4M3, formats.MXFP4, 4096) == bf16
-    assert not taken(None, formats.MXFP4, 4096)
-    assert taken(None, formats.MXFP8_E4M3, 4096, "bfloat16") == bf16
-    assert taken(None, formats.MXFP4, 8)
+    assert kernel(formats.MXFP4, formats.MXINT8, 4096) == integers
+    assert kernel(formats.MXFP6_E3M2, formats.MXFP4, 4096) == (integers and isa.startswith("avx"))
+    assert kernel(formats.MXFP8_E4M3, formats.MXFP4, 4096) == bf16
+    assert not kernel(None, formats.MXFP4, 4096)
+    assert kernel(None, formats.MXFP8_E4M3, 4096, "bfloat16") == bf16
+    assert kernel(None, formats.MXFP4, 8)

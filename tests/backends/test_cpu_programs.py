@@ -1,4 +1,4 @@
-"""What JAX makes of handlers' calls: a batch is one call, and other platforms get plain JAX."""
+"""Programs with handlers: a batch is one call, and other platforms get plain JAX."""
 
 import collections
 import contextlib
@@ -21,6 +21,7 @@ from mx_jax.ops.product import transformed
 from mx_jax.recipes import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
+from tests.quick import lowered
 
 P = PartitionSpec
 pytestmark = [needs_library, pytest.mark.usefixtures("insist", "kernels_alone")]
@@ -48,13 +49,9 @@ def cast(format: str, axis: int = -1) -> Any:
 
 def handlers(run: Any, *operands: Any, platform: str = "cpu") -> collections.Counter[str]:
     """How often a lowered program calls which handler."""
-    text = jax.jit(run).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    text = lowered(run, *operands, platform=platform)
     assert "stablehlo.while" not in text
     return collections.Counter(re.findall(r"@mx_jax_cpu_(\w+)\(", text))
-
-
-def leaves(tree: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 # Batches ------------------------------------------------------------------------------------------
@@ -117,14 +114,14 @@ def test_a_batch_is_one_call(name: str):
         warned = pytest.warns(UserWarning, match="packed weights are unpacked at every call")
         with warned if name == "packed" else contextlib.nullcontext():
             assert not handlers(mapped, *stacks, platform="cuda")
-        found = jax.jit(mapped)(*stacks)
+        together = jax.jit(mapped)(*stacks)
         for lane in range(STACK):
-            own = [
+            operands = [
                 each if axis is None else jax.tree.map(lambda a: jnp.take(a, lane, axis), each)  # noqa: B023
                 for each, axis in zip(stacks, axes, strict=True)
             ]
-            for one, other in zip(leaves(found), leaves(jax.jit(run)(*own)), strict=True):
-                assert_bitwise_equal(one[lane], other, what=f"{axes}, {lane}")
+            part = jax.tree.map(lambda leaf: leaf[lane], together)  # noqa: B023
+            jax.tree.map(assert_bitwise_equal, part, jax.jit(run)(*operands))
 
 
 # Devices ------------------------------------------------------------------------------------------
@@ -137,58 +134,29 @@ def outlier() -> jax.Array:
     return jnp.asarray(x)
 
 
-# A function, its operands, and where they lie.
-DEVICES: dict[str, tuple[Any, Any, tuple[PartitionSpec, ...]]] = {
-    "one tensor scale": (cast("nvfp4"), lambda: [outlier()], (P(None, "a"),)),
-    "both, drawn": (
-        lambda x: mx_jax.quantize_both(
-            x, "mxfp8_e5m2", rounding="stochastic", key=jax.random.key(7)
-        ),
-        lambda: [draw(128, 256)],
-        (P("a", "b"),),
-    ),
-    "matmul, k": (
-        lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4"),
-        lambda: [quantized(64, 128, axis=-1), quantized(128, 96)],
-        (P(None, "a"), P("a", "b")),
-    ),
-    "packing": (
-        lambda w: jax.tree.leaves(mx_jax.pack_weights(w)),
-        lambda: [quantized(128, 256)],
-        (P(None, "a"),),
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
+def mesh_of_all() -> Mesh:
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
-def placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    def place(leaf: jax.Array) -> jax.Array:
-        own = P(*(part for part, _ in zip(spec, range(leaf.ndim), strict=False)))
-        return jax.device_put(leaf, NamedSharding(mesh, own))
+def test_devices_that_share_a_call_each_compute_it():
+    """`only_backend` gives the handlers' bits, of operands that are gathered."""
 
-    return jax.tree.map(place, tree)
+    def run(x: Any, w: Any) -> Any:
+        return mx_jax.matmul(x, w, recipe="mxfp4"), cast("nvfp4")(x), mx_jax.pack_weights(w)
 
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_devices_that_share_a_call_each_compute_it(name: str, mesh: Mesh):
-    """Who insists on the handlers gets their bits, of operands that are gathered."""
-    run, make, specs = DEVICES[name]
-    operands = make()
-    expected = jax.jit(run)(*operands)
-    operands = [placed(each, mesh, spec) for each, spec in zip(operands, specs, strict=True)]
+    x, w = outlier(), quantized(128, 96)
+    specs = P(None, "a"), P("a", "b")
+    places = [NamedSharding(mesh_of_all(), spec) for spec in specs]
+    operands = jax.device_put(x, places[0]), mx_jax.sharding.device_put(w, places[1])
     program = jax.jit(run).lower(*operands).compile()
-    assert "mx_jax_cpu" in (program.as_text() or "")
-    for one, other in zip(leaves(program(*operands)), leaves(expected), strict=True):
-        assert_bitwise_equal(one, other)
+    assert "mx_jax_cpu" in str(program.as_text())
+    jax.tree.map(assert_bitwise_equal, program(*operands), jax.jit(run)(x, w))
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_below_shard_map(mesh: Mesh, check_vma: bool):
-    """Operands may vary differently, and each shard has its own tensor scale."""
+def test_below_shard_map(check_vma: bool):
+    """Operands may vary differently, and each shard has its tensor scale."""
+    mesh = mesh_of_all()
 
     def sharded(local: Any, specs: Any, out: Any, *operands: Any) -> Any:
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
@@ -200,13 +168,13 @@ def test_below_shard_map(mesh: Mesh, check_vma: bool):
             return product(x, pack(mx_jax.quantize(w, "mxfp4", axis=0)))
 
         x, w = draw(16, 64), draw(64, 64)
-        found = sharded(local, (P("a"), P(None, "b")), P("a", "b"), x, w)
-        assert_bitwise_equal(found, jax.jit(local)(x, w), what="product")
-    found = sharded(lambda x: jax.tree.leaves(cast("nvfp4")(x)), P("a"), P("a"), outlier())
+        result = sharded(local, (P("a"), P(None, "b")), P("a", "b"), x, w)
+        assert_bitwise_equal(result, jax.jit(local)(x, w), what="product")
+    leaves = lambda x: jax.tree.leaves(cast("nvfp4")(x))  # noqa: E731
     with only_backend("reference"):
-        parts = [jax.tree.leaves(cast("nvfp4")(part)) for part in jnp.split(outlier(), 4)]
-    for got, want in zip(found, zip(*parts, strict=True), strict=True):
-        assert_bitwise_equal(got, jnp.concatenate(want))
+        parts = zip(*map(leaves, jnp.split(outlier(), 4)), strict=True)
+        expected = [jnp.concatenate(part) for part in parts]
+    jax.tree.map(assert_bitwise_equal, sharded(leaves, P("a"), P("a"), outlier()), expected)
 
 
 def test_eager_calls_are_compiled_once_and_without_jit_too():
@@ -216,6 +184,5 @@ def test_eager_calls_are_compiled_once_and_without_jit_too():
     with jax.disable_jit():
         pack()
         compiled = lowering._jitted.cache_info().misses
-        found = pack()
+        jax.tree.map(np.testing.assert_array_equal, pack(), expected)
     assert compiled and lowering._jitted.cache_info().misses == compiled
-    jax.tree.map(np.testing.assert_array_equal, found, expected)

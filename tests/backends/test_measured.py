@@ -1,11 +1,10 @@
-"""What was measured of kernels: a row switches on exactly the calls that it stands for."""
+"""Measurements of kernels: a row switches on exactly the calls that it stands for."""
 
 import dataclasses
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,13 +12,14 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.axes import Axes
 from mx_jax.backends import measured
-from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall
+from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
 from mx_jax.backends.measured import MORE, ONE, ROWS, Row
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.select import BACKENDS, Choice, on_request, select
+from mx_jax.backends.select import BACKENDS, on_request, select
 from mx_jax.backends.target import Target
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from mx_jax.testing.cases import MatmulCase
 from tests.backends.mosaic import needs_mosaic, with_any_jax
+from tests.quick import lowered
 
 H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind=measured.H200)
 BFLOAT16 = np.dtype("bfloat16")
@@ -48,14 +48,10 @@ def product(by: str | None = "pallas_gpu", **changes: Any) -> MatmulCall:
 
 
 def packing(dtype: Any = BFLOAT16, **changes: Any) -> PackCall:
-    own = dataclasses.replace(CASE, **changes)
-    assert own.rhs is not None
-    blocks = own.call.rhs.axes.blocks(own.rhs)
-    return PackCall(weights=own.call.rhs, blocks=blocks, lhs_format=own.lhs, dtype=dtype)
-
-
-def chosen(call: Call, target: Target = H200) -> Choice:
-    return select(call, target)
+    case = dataclasses.replace(CASE, **changes)
+    weights = case.call.rhs
+    blocks = weights.axes.blocks(case.rhs)
+    return PackCall(weights=weights, blocks=blocks, lhs_format=case.lhs, dtype=dtype)
 
 
 @pytest.mark.parametrize("side", [1025, 2048, 4096, 8192, 16384], ids=str)
@@ -66,15 +62,13 @@ def test_weights_of_few_bits_are_packed_and_multiplied_on_an_h200(format: Any, s
         target = dataclasses.replace(H200, device_kind=kind)
         for m in (1, 2, 16, 17, 4096):
             call = product(rhs=format, m=(m,), n=(side,), k=(min(side // 32 * 32 + 32, 16384),))
-            choice = chosen(call, target)
+            choice = select(call, target)
             assert choice.backend == PALLAS_GPU and choice.rejections == ()
             row = choice.measured
-            assert (
-                row is not None and row.format == format and row.rows == (ONE if m == 1 else MORE)
-            )
+            assert (row.format, row.rows) == (format, ONE if m == 1 else MORE)
         for dtype in (BFLOAT16, None):
             call = packing(dtype, rhs=format, n=(side,), k=(1024,))
-            assert chosen(call, target).backend == PALLAS_GPU
+            assert select(call, target).backend == PALLAS_GPU
 
 
 OTHERS = {
@@ -103,11 +97,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
 def test_other_calls_were_not_measured(call: Any):
-    assert PALLAS_GPU.rejects(call, H200) is None
-    choice = chosen(call)
+    choice = select(call, H200)
     assert choice.backend != PALLAS_GPU and choice.measured is None
     why = "nothing was measured of this on NVIDIA H200"
-    assert ("pallas_gpu", why) in on_request(call, H200)
+    is_taken = PALLAS_GPU.rejects(call, H200) is None
+    assert (("pallas_gpu", why) in on_request(call, H200)) == is_taken
+    refused = "another dtype", "not packed", "packed for another"
+    assert is_taken == (call not in [OTHERS[name] for name in refused])
 
 
 @pytest.mark.parametrize(
@@ -123,20 +119,20 @@ def test_other_calls_were_not_measured(call: Any):
 )
 def test_other_machines(target: Target):
     for call in (product(), packing()):
-        assert chosen(call, target).backend != PALLAS_GPU
+        assert select(call, target).backend != PALLAS_GPU
 
 
 @pytest.mark.parametrize("version", [(0, 11, 9), (0, 13, 0), (1, 12, 0)], ids=str)
 def test_other_versions_of_jax(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "__version_info__", version)
-    assert chosen(product()).backend != PALLAS_GPU
+    assert select(product(), H200).backend != PALLAS_GPU
 
 
 def test_names_go_before_measurements():
     with mx_jax.prefer_backends("reference"):
-        assert chosen(product()).backend.name == "reference"
+        assert select(product(), H200).backend.name == "reference"
     with mx_jax.only_backend("reference"):
-        assert chosen(product()).backend.name == "reference"
+        assert select(product(), H200).backend.name == "reference"
         for call in (product(), *OTHERS.values()):
             assert on_request(call, H200) == ()
 
@@ -149,12 +145,7 @@ def test_the_fastest_decides(monkeypatch: pytest.MonkeyPatch):
     for ratio, backend in ((best - 1, "pallas_gpu"), (best + 1, "planted")):
         row = Row("planted", measured.H200, "0.12", formats.MXFP4, 2**24, MORE, ratio, "2026-11-28")
         monkeypatch.setattr(measured, "ROWS", (*ROWS, row))
-        assert chosen(call).backend.name == backend
-
-
-def test_casts_were_not_measured():
-    case = QuantizeCase(format=formats.MXFP4, shape=(4096, 4096), dtype="bfloat16")
-    assert chosen(case.call).backend.name == "reference"
+        assert select(call, H200).backend.name == backend
 
 
 def test_every_call_has_one_row_at_most():
@@ -164,11 +155,14 @@ def test_every_call_has_one_row_at_most():
     assert all(math.log2(row.elements) % 2 == 0 for row in ROWS)
 
 
-def weights_and_rows(m: int) -> tuple[Any, Any]:
-    w = jax.eval_shape(
-        lambda w: mx_jax.quantize(w, "mxfp4", axis=0), jax.ShapeDtypeStruct((2048, 4096), BFLOAT16)
-    )
-    return w, jax.ShapeDtypeStruct((m, 2048), BFLOAT16)
+def step(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`pack_weights`, then a product."""
+    packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+    return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
+
+
+def rows_and_weights(m: int) -> tuple[Any, Any]:
+    return tuple(jax.ShapeDtypeStruct(shape, BFLOAT16) for shape in ((m, 2048), (2048, 4096)))
 
 
 @needs_mosaic
@@ -176,31 +170,18 @@ def weights_and_rows(m: int) -> tuple[Any, Any]:
     ("kind", "kernels"), [(measured.H200, 1), (None, 0), ("NVIDIA B200", 0)], ids=str
 )
 def test_lowered(kind: str | None, kernels: int):
-    """`pack_weights`, then a product of few rows: one kernel, where it was measured."""
-    recipe = recipes.weight_only("mxfp4")
-
-    def step(w: Any, x: jax.Array) -> jax.Array:
-        return mx_jax.matmul(x, mx_jax.pack_weights(w), recipe=recipe)
-
+    """A product of few rows is one kernel, where it was measured."""
     for m in (1, 16):
         with mx_jax.testing.target("cuda", (9, 0), device_kind=kind):
-            traced = jax.jit(step).trace(*weights_and_rows(m))
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            text = lowered(step, *rows_and_weights(m), platform="cuda")
         assert text.count("custom_call @mosaic_gpu") == kernels
         assert ("dot_general" in text) == (not kernels)
 
 
 @needs_mosaic
 def test_explain_says_what_was_measured():
-    w, x = weights_and_rows(16)
-
-    def step(w: Any, x: jax.Array) -> jax.Array:
-        packed = mx_jax.pack_weights(w)
-        return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
-
     with mx_jax.testing.target("cuda", (9, 0), device_kind=measured.H200):
-        said = str(mx_jax.inspect.explain(step, w, x)).splitlines()
+        lines = str(mx_jax.inspect.explain(step, *rows_and_weights(16))).splitlines()
     row = "  pallas_gpu: measured on NVIDIA H200, 2026-11-26: 5.8 times the speed of XLA's product"
-    place = said.index(row)
-    assert "x mxfp4" in said[place - 2] and said[place - 2].endswith("-> pallas_gpu")
-    assert jnp.dtype(x.dtype) == BFLOAT16
+    product = lines[lines.index(row) - 2]
+    assert "x mxfp4" in product and product.endswith("-> pallas_gpu")

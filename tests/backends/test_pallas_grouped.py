@@ -1,5 +1,4 @@
-"""GPU kernels for rows in groups, and sums over them: numbers and races in the interpreter, what is
-lowered."""
+"""The GPU kernel for rows in groups: numbers and races in the interpreter, what is lowered."""
 
 import dataclasses
 import functools
@@ -12,21 +11,25 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.calls import OperandType, PackCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, products
-from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture, Tiles
+from mx_jax.backends.calls import OperandType
+from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.layouts import FIELDS, visits
-from mx_jax.backends.pallas_gpu.products import pack_weights
-from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_ragged_dot
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import few_octaves, interpreter, lowered, mostly_slow, needs_mosaic
+from tests.backends.mosaic import (
+    few_octaves,
+    interpreter,
+    lowered,
+    mostly_slow,
+    needs_mosaic,
+    packed,
+    packing_backend,
+)
 
-H200 = Target(platform="cuda", compute_capability=(9, 0))
 # Groups of none, of one, of several and of more than a tile, and rows of none.
 SHORT, LONG = (0, 1, 7, 0, 13), (3, 140, 0, 9)
 
@@ -54,17 +57,17 @@ def operands(case: RaggedCase) -> tuple[Any, MXArray, jax.Array]:
 
 
 @pytest.mark.parametrize("tile_rows", [8, 16, 64])
-def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
+def test_each_row_belongs_to_one_visit(tile_rows: int, rng: np.random.Generator):
     m, g = 100, 5
     find = jax.jit(lambda sizes: visits(sizes, m, tile_rows))
     for _ in range(30):
         total = rng.integers(0, m + 1)
         sizes = rng.multinomial(total, rng.dirichlet([0.4] * g)).astype(np.int32)
-        found = np.asarray(find(sizes)).reshape(-1, FIELDS)
-        assert len(found) <= -(-m // tile_rows) + g
+        table = np.asarray(find(sizes)).reshape(-1, FIELDS)
+        assert len(table) <= -(-m // tile_rows) + g
         group_of = np.append(np.repeat(np.arange(g), sizes), [g] * (m - total))
         owners = np.zeros(m, int)
-        for group, first, begin, end in found:
+        for group, first, begin, end in table:
             assert first % 8 == 0 and (begin >= end or first <= begin < end <= first + tile_rows)
             assert (group_of[begin:end] == group).all()
             owners[begin:end] += 1
@@ -74,43 +77,36 @@ def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
 # Numbers --------------------------------------------------------------------------------------
 
 
-# Matrices as they come, or packed: on Blackwell those are laid out anew at every call.
 PRODUCTS = [
-    (SM90, case_of(MXFP4, sizes=(0, 1, 7, 5), rows=16), False),
-    (SM100, case_of(MXFP8_E5M2, MXFP8_E4M3, k=300), False),
-    (SM100, case_of(NVFP4, NVFP4, sizes=LONG, rows=160, n=200, k=40, out_dtype="bfloat16"), False),
+    case_of(MXFP4, sizes=(0, 1, 7, 5), rows=16),
+    case_of(MXFP8_E5M2, MXFP8_E4M3, k=300),
 ]
 SLOW_PRODUCTS = [
-    (SM90, case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16"), False),
-    (SM90, case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False), True),
-    (SM90, case_of(MXFP8_E5M2, sizes=LONG, rows=155, k=1024, n=130, out_dtype="float16"), False),
-    (SM100, case_of(MXFP4, MXFP4, sizes=LONG, rows=155, n=300, rhs_k_first=True), False),
-    (SM100, case_of(NVFP4, NVFP4, k=64), True),
+    case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16"),
+    case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False),
+    case_of(MXFP8_E5M2, sizes=LONG, rows=155, k=1024, n=130, out_dtype="float16"),
+    case_of(NVFP4, NVFP4, k=64),
 ]
 
 
 @needs_mosaic
-@pytest.mark.parametrize("what", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
-def test_is_the_reference_after_rounding(what: tuple[Architecture, RaggedCase, bool]):
-    architecture, case, packed = what
+@pytest.mark.parametrize("case", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
+def test_is_the_reference_after_rounding(case: RaggedCase):
     lhs, rhs, sizes = operands(case)
-    given: Any = rhs
-    if packed:
-        given = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
-    how = {"architecture": architecture, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
-    kernel = architecture.kernel(case.lhs, case.rhs)
-    assert f"grouped_{kernel}" in str(run.trace(lhs, given).jaxpr)
+    weights = packed(case.call, rhs)
+    interpret = interpreter()
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, interpret))
+    assert "grouped_wgmma" in str(run.trace(lhs, weights).jaxpr)
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
-    assert_bitwise_equal(run(lhs, given), expected, what="product")
+    assert_bitwise_equal(run(lhs, weights), expected, what="product")
 
 
 @needs_mosaic
 @pytest.mark.slow
-@pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
+@pytest.mark.parametrize("case", [x for x in RAGGED_CASES if not x.contracts_rows], ids=str)
 def test_is_near_float64(case: RaggedCase):
     """The shared suite's cases, tiles by the table."""
-    check_ragged(backend_for(architecture=SM90, interpret=interpreter()), case)
+    check_ragged(packing_backend(), case)
 
 
 @needs_mosaic
@@ -123,68 +119,45 @@ def test_a_tensor_scale_of_each_matrix(rng: np.random.Generator):
     )
     types = case.call.lhs, OperandType.of(w, case.call.rhs.axes)
     call = dataclasses.replace(case.call, lhs=types[0], rhs=types[1])
-    assert call.rhs.scale_axes == (0,) and PALLAS_GPU.rejects(call, H200) is None
+    assert call.rhs.scale_axes == (0,)
     expected = scaled_ragged_dot(x, w, sizes, call.contracting, "float32")
-    backend = backend_for(architecture=SM90, interpret=interpreter())
-    run = jax.jit(lambda x, w, sizes: backend.run(call, x, w, sizes))
+    run = jax.jit(functools.partial(packing_backend().run, call))
     np.testing.assert_allclose(run(x, w, sizes), expected, rtol=1e-6, atol=1e-3)
-
-
-@needs_mosaic
-@pytest.mark.parametrize(
-    ("sizes", "tiles", "out_dtype"),
-    [
-        # Whole steps and parts of one, a group of none, rows of no group.
-        ((96, 0, 16), Tiles(m=64, n=128, k=64, stages=2), "float32"),
-        pytest.param(
-            (16, 240), Tiles(m=64, n=64, k=64, stages=4), "bfloat16", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_sums_are_exact(
-    sizes: tuple[int, ...], tiles: Tiles, out_dtype: str, rng: np.random.Generator
-):
-    from mx_jax.backends.pallas_gpu import wgmma
-
-    left, right = (rng.integers(-8, 9, (256, columns)) for columns in (64, 128))
-    ends = np.cumsum(sizes)
-    begins = ends - np.asarray(sizes)
-    exact = np.stack([left[i:j].T @ right[i:j] for i, j in zip(begins, ends, strict=True)])
-    found = wgmma.group_sums(
-        jnp.asarray(left, jnp.bfloat16),
-        jnp.asarray(right, jnp.bfloat16),
-        jnp.asarray(np.concatenate([begins, sizes]), jnp.int32),
-        jnp.asarray([0.25, 2.0], jnp.float32),
-        tiles=tiles,
-        out_dtype=jnp.dtype(out_dtype),
-        interpret=interpreter(),
-    )
-    assert_bitwise_equal(found, jnp.asarray(exact / 2, out_dtype), what="sums")
 
 
 # What is lowered ------------------------------------------------------------------------------
 
 
+def experts(k: int, n: int, format: str = "mxfp4") -> Any:
+    """Types of four packed matrices."""
+
+    def pack(w: jax.Array) -> Any:
+        weights = mx_jax.quantize(w, format, axis=1)
+        with mx_jax.prefer_backends("pallas_gpu"):
+            return mx_jax.pack_weights(weights, contracting=1, num_batch=1)
+
+    with mx_jax.testing.target("cuda", (9, 0)):
+        return jax.eval_shape(pack, jax.ShapeDtypeStruct((4, k, n), jnp.bfloat16))
+
+
 @needs_mosaic
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("n", [40, 1000])
-def test_any_number_of_columns_is_lowered(n: int, capability: tuple[int, int]):
+def test_any_number_of_columns_is_lowered(n: int):
     """Mosaic wants whole tiles of what is copied, where there are several."""
-    x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((4, 512, n), jnp.bfloat16)
-    multiply = functools.partial(mx_jax.ragged_dot, recipe="mxfp8")
-    text = lowered(multiply, x, w, jnp.zeros(4, jnp.int32), capability=capability)
+    x, recipe = jnp.ones((64, 512), jnp.bfloat16), mx_jax.recipes.weight_only("mxfp4")
+    multiply = functools.partial(mx_jax.ragged_dot, recipe=recipe)
+    text = lowered(multiply, x, experts(512, n), jnp.zeros(4, jnp.int32))
     assert "mx_jax_grouped_" in text and f"-> (tensor<64x{n}xbf16>" in text
 
 
 @needs_mosaic
 @pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])
 def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
-    x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((8, 512, 256), jnp.bfloat16)
-
     def run(x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
         return mx_jax.ragged_dot(x, w, sizes, recipe=recipe)
 
-    text = lowered(run, x, w, jnp.zeros(8, jnp.int32))
+    x = jnp.ones((64, 512), jnp.bfloat16)
+    text = lowered(run, x, experts(512, 256, recipe), jnp.zeros(4, jnp.int32))
     assert "mx_jax_grouped_wgmma" in text
     masks = re.findall(r"stablehlo.select .*tensor<64x512x(?:bf16|f32)>", text)
     assert bool(masks) == (recipe == "nvfp4")
@@ -192,12 +165,8 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
 
 @needs_mosaic
 def test_lowers_where_integers_have_64_bits():
-    def step(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-        y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8"), x, w)
-        return y, *pullback(y)
-
-    rows, experts = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32, 64), (3, 64, 64)))
+    run = functools.partial(mx_jax.ragged_dot, recipe="mxfp4")
+    x, w = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), experts(64, 64)
     with jax.enable_x64(True):
-        text = lowered(step, rows, experts, jax.ShapeDtypeStruct((3,), jnp.int64))
-    assert len(re.findall("mx_jax_grouped_wgmma_mxfp8_e4m3|mx_jax_group_sums", text)) >= 3
-    assert "chlo.ragged_dot" not in text
+        text = lowered(run, x, w, jax.ShapeDtypeStruct((4,), jnp.int64))
+    assert "mx_jax_grouped_wgmma_mxfp4" in text and "chlo.ragged_dot" not in text

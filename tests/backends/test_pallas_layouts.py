@@ -1,4 +1,4 @@
-"""The layouts that GPU kernels read, without a GPU: packed weights, scaled operands, float16."""
+"""The layout of packed weights that GPU kernels read, without a GPU."""
 
 import dataclasses
 
@@ -8,25 +8,11 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import products
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import mostly_slow
-
-
-def test_a_float16_is_two_bfloat16_of_its_sign():
-    """Every one: so an infinite weight gives each part's product the same infinity, never NaN."""
-    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    parts = products._bfloat16_parts(jnp.asarray(every)[None, :, None])
-    assert parts.dtype == jnp.bfloat16 and parts.shape == (1, 2 << 16, 1)
-    high, low = np.asarray(parts, np.float64).reshape(2, -1)
-    np.testing.assert_array_equal(high + low, every.astype(np.float64))
-    known = ~np.isnan(every)
-    for part in (high, low):
-        np.testing.assert_array_equal(np.sign(part[known]), np.sign(every[known]))
-
 
 PACKED = (*formats.MX_FORMATS, formats.NVFP4, MXFP4.with_block(48), MXFP8_E4M3.with_block(128))
 
@@ -76,30 +62,3 @@ def test_a_nan_among_the_codes_becomes_its_blocks_scale(rng: np.random.Generator
     halves = np.asarray(jax.jit(lambda w: PackedWeights.of(w).scales)(weights)).view(jnp.bfloat16)
     first, second = halves.astype(np.float32).reshape(2, -1, 64, 2)[0, 0, :2]
     np.testing.assert_array_equal([first, second], [[1, 1], [1, np.nan]])
-
-
-# As tensor cores take both operands --------------------------------------------------------------
-
-
-def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
-    x = random_weights(rng, (1, 130, 640), MXFP8_E4M3)
-    scales = np.asarray(x.scales)
-    laid_out = ScaledOperand.of(x)
-    assert laid_out.codes.shape == (1, 136, 768) and laid_out.scales.shape == (2, 6, 32, 16)
-    bytes_ = np.asarray(laid_out.scales)
-    for row, column in ((0, 0), (37, 5), (129, 19), (96, 3), (64, 4)):
-        tile, (i, j) = row // 128, divmod(row % 128, 32)
-        found = bytes_[tile, column // 4, j, 4 * i + column % 4]
-        assert found == scales[0, row, column]
-    assert bytes_[1, 0, 5, 0] == 0, "padding"
-
-
-def test_fp4_takes_half_a_byte(rng: np.random.Generator):
-    x = random_weights(rng, (1, 128, 256), MXFP4)
-    codes = np.asarray(x.codes)
-    laid_out = jax.jit(ScaledOperand.of)(x)
-    assert laid_out.codes.nbytes == 128 * 256 // 2
-    np.testing.assert_array_equal(laid_out.codes, codes[:, :, 0::2] | codes[:, :, 1::2] << 4)
-    native = jax.jit(lambda laid_out: laid_out.elements)(laid_out)
-    assert native.dtype == jnp.float4_e2m1fn
-    np.testing.assert_array_equal(np.asarray(native).view(np.uint8), codes)

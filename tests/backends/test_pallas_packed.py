@@ -8,49 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mx_jax
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
-from mx_jax.backends.pallas_gpu import backend_for
-from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.backends.target import Target
-from mx_jax.formats import MXFP4, MXFP8_E5M2, NVFP4, BlockFormat
+from mx_jax.formats import MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import mostly_slow, needs_mosaic
+from tests.backends.mosaic import lowered, needs_mosaic
 
 pytestmark = needs_mosaic
 
 
-def pack(
-    architecture: Architecture, w: MXArray, call: MatmulCall, lhs: Any = None
-) -> PackedMXArray:
+def pack(w: MXArray, call: MatmulCall) -> PackedMXArray:
     weights = OperandType.of(w, call.rhs.axes)
-    packing = PackCall(weights=weights, blocks=w.blocks, lhs_format=lhs)
-    backend = backend_for(architecture=architecture)
-    target = Target(platform="cuda", compute_capability=architecture.capabilities[0])
-    assert backend.rejects(packing, target) is None
-    packed = backend.run(packing, w)
+    packing = PackCall(weights=weights, blocks=w.blocks)
+    target = Target(platform="cuda", compute_capability=(9, 0))
+    assert PALLAS_GPU.rejects(packing, target) is None
+    packed = PALLAS_GPU.run(packing, w)
     assert isinstance(packed, PackedMXArray)
     assert packed.serves(call.rhs.axes.contracting, call.rhs.axes.batch)
     return packed
 
 
-@pytest.mark.parametrize(
-    "which",
-    mostly_slow(
-        [(SM90, None, MXFP8_E5M2), (SM90, MXFP4, MXFP4), (SM100, NVFP4, NVFP4)],
-        (SM90, None, MXFP8_E5M2),
-        (SM100, NVFP4, NVFP4),
-    ),
-    ids=str,
-)
-def test_packed_weights_are_the_mxarray(
-    which: tuple[Architecture, BlockFormat | None, BlockFormat], rng: np.random.Generator
-):
+@pytest.mark.parametrize("format", [MXFP8_E5M2, NVFP4], ids=str)
+def test_packed_weights_are_the_mxarray(format: BlockFormat, rng: np.random.Generator):
     """Every code and scale, NaN among them, in any order of axes, stacked by vmap or not."""
-    architecture, lhs, format = which
     facts: dict[str, Any] = {"batch": (2,), "m": (1,), "n": (5, 3), "k": (2, 64)}
     case = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", rhs_k_first=True, **facts)
     _, w = case.operands(rng)
@@ -58,15 +44,15 @@ def test_packed_weights_are_the_mxarray(
     codes = rng.integers(0, 2**format.element.bits, w.shape).astype(np.uint8)
     scales = rng.integers(0, 256, w.scales.shape).astype(np.uint8)
     w = dataclasses.replace(w, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
-    packed = pack(architecture, w, case.call, lhs)
+    packed = pack(w, case.call)
     assert isinstance(packed.arrays, PackedWeights)
     assert (packed.shape, packed.blocks, packed.backend) == (w.shape, w.blocks, "pallas_gpu")
     for field in ("codes", "scales", "tensor_scale"):
-        kept, given = (getattr(each, field) for each in (packed.unpack(), w))
-        assert (kept is None) == (given is None)
-        if given is not None:
+        kept, expected = (getattr(each, field) for each in (packed.unpack(), w))
+        assert (kept is None) == (expected is None)
+        if expected is not None:
             # A stack has a tensor scale for each of its matrices.
-            assert_bitwise_equal(kept, jnp.broadcast_to(given, kept.shape), what=field)
+            assert_bitwise_equal(kept, jnp.broadcast_to(expected, kept.shape), what=field)
     first = jax.tree.map(lambda leaf: leaf[0], packed)
     assert first.shape == w.shape[1:] and first.serves((0, 1), ())
     assert_bitwise_equal(first.unpack().codes, w.codes[0], what="codes of the first")
@@ -77,3 +63,16 @@ def test_packed_weights_are_the_mxarray(
 
 
 # As a user's code has them ------------------------------------------------------------------------
+
+
+def test_lowers_where_integers_have_64_bits():
+    """Several tiles along every axis, and several steps."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((200, 1024), (1024, 260)))
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        weights = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+        return mx_jax.matmul(x, weights, recipe=mx_jax.recipes.weight_only("mxfp4"))
+
+    with jax.enable_x64(True):
+        text = lowered(run, x, w)
+    assert "mx_jax_wgmma_mxfp4" in text

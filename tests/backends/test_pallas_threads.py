@@ -1,4 +1,4 @@
-"""Which thread of a GPU holds what: Mosaic's layouts, taken apart with NumPy."""
+"""Registers of GPU threads: Mosaic's layouts, in NumPy."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS, WORDS, slots_of
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
@@ -33,9 +32,8 @@ def of_threads(x: np.ndarray, layout: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("format", STORED.values(), ids=lambda format: format.name)
-@pytest.mark.parametrize("architecture", [SM80, SM90], ids=str)
 def test_threads_get_what_the_interpreter_says(
-    architecture: Architecture, format: BlockFormat, monkeypatch: pytest.MonkeyPatch
+    format: BlockFormat, monkeypatch: pytest.MonkeyPatch
 ):
     from jax._src.interpreters import mlir
     from jax.experimental.mosaic import gpu as mgpu
@@ -44,7 +42,7 @@ def test_threads_get_what_the_interpreter_says(
     from mx_jax.backends.pallas_gpu import decode
 
     layouts = decode.plgpu.Layout
-    layout = layouts.WGMMA if architecture is SM90 else layouts.MMA_LHS(jnp.bfloat16)
+    layout = layouts.WGMMA
     decoder = decode.Decoder(format=format)
     count, slots, width = decoder.group // CHUNK, len(slots_of(format.element)), WORDS
     # Words whose two halves name themselves.
@@ -66,7 +64,7 @@ def test_threads_get_what_the_interpreter_says(
     monkeypatch.setattr(mgpu.utils, "bitcast", lambda register, _: register)
     monkeypatch.setattr(mgpu, "FragmentedArray", lambda _registers, **_: _registers)
     with mlir.make_ir_context(), ir.Location.unknown():
-        operands = decode._mosaic_halves([Array(n) for n in names], count, layout)
+        operands = decode._mosaic_halves([Array(n) for n in names], count)
     for registers, chunk in zip(operands, expected, strict=True):
         held = of_threads(chunk, layout.to_mgpu())
         assert registers.size == held.shape[1]

@@ -18,6 +18,7 @@ from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import exact_values
 from tests.backends.altered import altered
+from tests.quick import lowered
 
 TPU, V4, V7 = (Target(platform="tpu", device_kind=kind) for kind in (None, "TPU v4", "TPU7x"))
 INTERPRETED = backend_for(interpret=True)
@@ -27,8 +28,8 @@ def case(rhs: BlockFormat = MXFP4, **facts: Any) -> MatmulCase:
     return MatmulCase(**{"lhs": None, "rhs": rhs, "dtype": "bfloat16", "rhs_k_first": True} | facts)
 
 
-def packing(own: OperandType, **facts: Any) -> PackCall:
-    return PackCall(weights=own, blocks=own.axes.blocks(own.format or MXFP4), **facts)
+def packing(weights: OperandType, **facts: Any) -> PackCall:
+    return PackCall(weights=weights, blocks=weights.axes.blocks(weights.format or MXFP4), **facts)
 
 
 def by_packed(lhs: jax.Array, rhs: Any, call: MatmulCall) -> jax.Array:
@@ -76,10 +77,12 @@ def test_every_code_under_scales_of_every_kind(format: BlockFormat, rows: int, t
     with use_target(target):
         # Elements of a byte where they are stored.
         run = by_packed if format.element.bits == 4 else INTERPRETED.offers[MatmulCall].run
-        found = run(jnp.eye(rows, shape[0], dtype=jnp.bfloat16), w, call)
+        product = run(jnp.eye(rows, shape[0], dtype=jnp.bfloat16), w, call)
     # Of 2^127 half a unit in the last place is missing; what is below 2^-124 may be zero.
-    found, expected = (np.clip(own, -3.4e38, 3.4e38) for own in (found, exact_values(w)[:rows]))
-    np.testing.assert_allclose(found, expected, 2.0**-23, backend_suite.FLUSHED)
+    product, expected = (
+        np.clip(values, -3.4e38, 3.4e38) for values in (product, exact_values(w)[:rows])
+    )
+    np.testing.assert_allclose(product, expected, 2.0**-23, backend_suite.FLUSHED)
 
 
 REFUSED: list[tuple[Call, Target, str]] = [
@@ -94,7 +97,7 @@ REFUSED: list[tuple[Call, Target, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "target", "reason"), REFUSED, ids=[own[2] for own in REFUSED])
+@pytest.mark.parametrize(("call", "target", "reason"), REFUSED, ids=[row[2] for row in REFUSED])
 def test_reasons(call: Call, target: Target, reason: str):
     assert re.search(reason, PALLAS_TPU.rejects(call, target) or "nothing")
 
@@ -105,6 +108,6 @@ def test_a_user_on_a_tpu():
     with mx_jax.testing.target("tpu"), jax.enable_x64(True):
         w = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((96, 8), x.dtype), "mxfp4", axis=0))
         report = str(mx_jax.inspect.explain(mx_jax.matmul, x[0], w, recipe=recipe))
-        lowered = jax.jit(multiply).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
+        text = lowered(multiply, x, w, platform="tpu")
     assert "-> pallas_tpu (faster by libtpu's schedule, not run)" in report
-    assert lowered.count("@tpu_custom_call") == 1
+    assert text.count("@tpu_custom_call") == 1

@@ -20,7 +20,7 @@ from mx_jax.reference.scale_rules import power_of_two
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
-from tests.quick import with_gradients
+from tests.quick import lowered, with_gradients
 from tests.sharding.collectives import collectives
 
 P = PartitionSpec
@@ -52,10 +52,7 @@ def test_parts_are_those_of_one_device(
     run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=axis))
     expected, placed = run(x), jax.device_put(x, NamedSharding(mesh, spec))
     program = run.lower(placed).compile()
-    for actual, whole in zip(
-        jax.tree.leaves(program(placed)), jax.tree.leaves(expected), strict=True
-    ):
-        assert_bitwise_equal(actual, whole)
+    jax.tree.map(assert_bitwise_equal, program(placed), expected)
     text = program.as_text() or ""
     assert '"mx_jax_cpu_quantize"' in text
     # Scales of blocks that devices share may be gathered to be handed out.
@@ -73,8 +70,7 @@ def test_shared_blocks_by_other_rules(name: str, rng: np.random.Generator):
     how["nvfp4"] = dict(scale_rule="four_over_six")
     run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0, **how[name]))
     actual = run(jax.device_put(x, NamedSharding(mesh, P("a"))))
-    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(run(x)), strict=True):
-        assert_bitwise_equal(one, other)
+    jax.tree.map(assert_bitwise_equal, actual, run(x))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -92,17 +88,16 @@ def test_casts_and_products_of_accelerators_too(name: str, number: int, platform
         product = with_gradients(functools.partial(mx_jax.matmul, recipe=name))(x, x, x)
         return product, mx_jax.quantize_both(x, name)
 
-    program = jax.jit(step).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    program = lowered(step, x, platform=platform)
     expected = 0 if platform == "tpu" else number
     assert program.count("@CustomSPMDPartitioning") == expected
 
 
 def test_handlers_are_of_cpus():
     """Weights that were packed for CPUs reach no other platform: JAX names the primitive."""
-    packed = jax.jit(lambda w: mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0)))
-    traced = packed.trace(jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+    pack = lambda w: mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))  # noqa: E731
     with pytest.raises(NotImplementedError, match=r"mx_cpu_ffi.* not found for platform tpu"):
-        traced.lower(lowering_platforms=("tpu",))
+        lowered(pack, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), platform="tpu")
 
 
 def test_only_numbers_of_the_library_are_split():
@@ -110,13 +105,10 @@ def test_only_numbers_of_the_library_are_split():
     call = QuantizeCase(format=MXFP4, shape=(64, 64)).call
     assert isinstance(call, QuantizeCall) and can_split(call, CPU)
     assert not can_split(call, Target(platform="tpu"))
-    rule = power_of_two("mine", lambda element: 1 << 22)
-    rounding = dataclasses.replace(NEAREST, name="mine")
     element = dataclasses.replace(MXFP4.element, bias=2)
-    others = {
-        "scale_rule": rule,
-        "rounding": rounding,
-        "format": dataclasses.replace(MXFP4, element=element),
-    }
-    for name, other in others.items():
-        assert not can_split(dataclasses.replace(call, **{name: other}), CPU)
+    for change in (
+        {"scale_rule": power_of_two("mine", lambda element: 1 << 22)},
+        {"rounding": dataclasses.replace(NEAREST, name="mine")},
+        {"format": dataclasses.replace(MXFP4, element=element)},
+    ):
+        assert not can_split(dataclasses.replace(call, **change), CPU)

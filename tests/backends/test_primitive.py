@@ -11,18 +11,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.axes import Axes, ProductAxes
-from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
-from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
+from mx_jax.backends.calls import DequantizeCall, MatmulCall
+from mx_jax.backends.pallas_gpu.tiles import MIN_JAX
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.select import select, with_backends
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.inspect import explain
 from mx_jax.testing.cases import MatmulCase
-from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
-from tests.quick import quick
+from tests.quick import lowered, quick
 
 P = PartitionSpec
 MXFP4 = mx_jax.formats.MXFP4
@@ -56,7 +54,7 @@ RUNS = {"product": product, "gradients": step, "batch": batched}
 
 def handlers(run: Any, *operands: Any) -> list[str]:
     """The compiled handlers that a lowered program calls."""
-    return sorted(re.findall(r"@(mx_jax_cpu_\w+)", jax.jit(run).lower(*operands).as_text()))
+    return sorted(re.findall(r"@(mx_jax_cpu_\w+)", lowered(run, *operands)))
 
 
 @needs_library
@@ -70,31 +68,13 @@ def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
     assert handlers(run, *map(jax.typeof, (x, w))) == expected
 
 
-@needs_library
-def test_sharded_programs_call_handlers_part_by_part(x: jax.Array, w: jax.Array):
-    """Each device casts and multiplies its part; only the compiler knows which."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    operands = jax.device_put((x, w), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P())))
-    assert handlers(product, *operands) == []
-    program = jax.jit(product).lower(*operands).compile().as_text()
-    assert program is not None
-    assert set(re.findall(r'"(mx_jax_cpu_\w+)"', program)) == {
-        "mx_jax_cpu_matmul",
-        "mx_jax_cpu_quantize",
-    }
-    assert_bitwise_equal(jax.jit(product)(*operands), product(x, w), what="sharded")
-
-
-IDS = ["plain", "vmap", "jit", "jit of vmap"]
-
-
 def answering(name: str, kind: type, run: Any, several: bool) -> Backend:
     """A backend that computes one kind of call, on one device alone or on any number."""
-    offer = Offer(
-        call=kind,
-        rejects=lambda call, target: None if several or target.num_devices == 1 else "one device",
-        run=run,
-    )
+
+    def rejects(call: Any, target: Target) -> str | None:
+        return None if several or target.num_devices == 1 else "one device"
+
+    offer = Offer(call=kind, rejects=rejects, run=run)
     return Backend(name=name, epsilon_bound=0.0, table=(offer,))
 
 
@@ -103,16 +83,20 @@ ONE = answering("one", DequantizeCall, lambda x, call: jnp.ones_like(x), False)
 SEVERAL = answering("several", DequantizeCall, lambda x, call: -jnp.ones_like(x), True)
 
 
-def way(x: jax.Array, *backends: Backend) -> jax.Array:
-    """Which of both computes a call."""
+def way(x: jax.Array) -> jax.Array:
+    """1 or -1, by the backend that computes a call."""
     call = DequantizeCall(
         shape=x.shape, dtype=np.dtype(np.float32), format=mx_jax.formats.MXFP4, blocks=((-1, 32),)
     )
-    with with_backends(*(backends or (ONE, SEVERAL))):
+    with with_backends(ONE, SEVERAL):
         return bind(call, x)
 
 
-@pytest.mark.parametrize("run", [way, jax.vmap(way), quick(way), quick(jax.vmap(way))], ids=IDS)
+@pytest.mark.parametrize(
+    "run",
+    [way, jax.vmap(way), quick(way), quick(jax.vmap(way))],
+    ids=["plain", "vmap", "jit", "jit of vmap"],
+)
 def test_where_arrays_lie_decides(run: Any):
     """Inside jit and outside, whatever is asked where the program is lowered."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -123,16 +107,6 @@ def test_where_arrays_lie_decides(run: Any):
         assert (run(jax.device_put(x, NamedSharding(mesh, spec))) == -1).all()
 
 
-@needs_library
-def test_nested_vmaps():
-    """Each along an axis of its own: the outer one the last, the inner one the first."""
-    sums = answering("sums", DequantizeCall, lambda x, call: jnp.cumsum(x), True)
-    x = jnp.arange(24.0).reshape(2, 3, 4)
-    found = jax.vmap(jax.vmap(lambda x: way(x, sums)), 2)(x)
-    np.testing.assert_array_equal(found, np.moveaxis(np.cumsum(x, axis=1), 2, 0))
-
-
-@needs_library
 def test_on_each_device_by_itself():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     each = jax.shard_map(way, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -140,21 +114,15 @@ def test_on_each_device_by_itself():
     assert (jax.pmap(way)(jnp.zeros((8, 1))) == 1).all()
 
 
-@needs_library
 def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
     """A kernel has none: here one that gives zeros."""
     zeros = answering("zeros", MatmulCall, lambda x, w, call: jnp.zeros((8, 32)), True)
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
-    axes = ProductAxes(Axes.ordered(), Axes.ordered(k_first=True))
-    call = MatmulCall(
-        lhs=OperandType.of(x, axes.lhs),
-        rhs=OperandType.of(stored, axes.rhs),
-        out_dtype=np.dtype(np.float32),
-    )
+    case = MatmulCase(lhs=None, rhs=MXFP4, m=(8,), n=(32,), k=(64,), rhs_k_first=True)
 
     def multiply(x: jax.Array) -> jax.Array:
         with with_backends(zeros):
-            return bind(call, x, stored)
+            return bind(case.call, x, stored)
 
     for run in (lambda x: x, quick):
         assert (run(multiply)(x) == 0).all()
@@ -165,7 +133,7 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
 
 @needs_library
 def test_debug_nans_names_the_call(x: jax.Array):
-    """What it finds it runs once more, equation by equation: not without end."""
+    """JAX runs a program with a NaN once more, equation by equation: not without end."""
     nan = jnp.full_like(x, jnp.inf)
     with jax.debug_nans(True):
         assert bool(jnp.isfinite(mx_jax.cast(x, "mxfp4")).all())
@@ -181,13 +149,11 @@ ROWS, WEIGHTS = (np.ones(shape, jnp.bfloat16) for shape in ((64, 256), (256, 128
 weight_only = functools.partial(mx_jax.matmul, recipe=mx_jax.recipes.weight_only("mxfp4"))
 
 
+for_cuda = functools.partial(lowered, platform="cuda")
+
+
 def lying(x: Any, mesh: Any, *axes: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-
-def lowered(run: Any, *given: Any) -> str:
-    """The program for CUDA."""
-    return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="this JAX does not lower the kernels")
@@ -195,45 +161,25 @@ def test_unsharded_programs_run_the_kernel():
     """And sharded ones what no kernel computes: `jit` would gather for it."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     with HOST(), mx_jax.prefer_backends("pallas_gpu"):
-        alone = lowered(weight_only, ROWS, WEIGHTS)
-        cut = lying(ROWS, mesh, "data")
-        split = lowered(weight_only, cut, lying(WEIGHTS, mesh))
-        batch = lowered(jax.vmap(weight_only, (0, None)), jnp.stack([ROWS] * 2), WEIGHTS)
         packed = mx_jax.pack_weights(mx_jax.quantize(WEIGHTS, "mxfp4", axis=0))
         assert isinstance(packed, mx_jax.PackedMXArray)
-        stored = lowered(weight_only, ROWS, packed)
-        explained = explain(weight_only, ROWS, WEIGHTS), explain(weight_only, cut, WEIGHTS)
+        alone = for_cuda(weight_only, ROWS, packed)
+        cut = lying(ROWS, mesh, "data")
+        with pytest.warns(UserWarning, match="unpacked at every call"):
+            split = for_cuda(weight_only, cut, packed)
+        batch = for_cuda(jax.vmap(weight_only, (0, None)), jnp.stack([ROWS] * 2), packed)
+        explained = explain(weight_only, ROWS, packed), explain(weight_only, cut, packed)
     assert "mosaic_gpu" in alone and "dot_general" not in alone
     assert "mosaic_gpu" not in split and "CustomSPMDPartitioning" in split
-    assert "mosaic_gpu" in batch and "mosaic_gpu" in stored
-    assert [found.rows[-1].backend for found in explained] == ["pallas_gpu", "xla_bfloat16"]
-
-
-def test_blocks_under_float32_scales():
-    """On one device as on a host with one: bfloat16 products of blocks; else in float32."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    run, x, w = functools.partial(mx_jax.matmul, recipe="deepseek_v3"), ROWS, WEIGHTS
-    sharded = lying(x, mesh, "data")
-    with mx_jax.testing.target("cuda", (9, 0)):
-        expected = lowered(run, x, w)
-    with HOST():
-        alone, split = lowered(run, x, w), lowered(run, sharded, w)
-    with mx_jax.testing.target("cuda", (9, 0), num_devices=8):
-        plain = lowered(run, sharded, w)
-    assert dots(alone) == dots(expected) != dots(plain) == dots(split)
-
-
-def dots(program: str) -> list[str]:
-    """Dtypes of what is multiplied."""
-    lines = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
-    return [line[line.rindex(" : ") :] for line in lines]
+    assert "mosaic_gpu" in batch
+    assert [each.rows[-1].backend for each in explained] == ["pallas_gpu", "xla_bfloat16"]
 
 
 def test_parts_of_a_product_are_computed_by_what_takes_one_device():
     """In jit and outside, under gradients, with a backend of one's own, which gives ones."""
 
     def ones(x: Any, w: Any, call: MatmulCall) -> jax.Array:
-        shape = [own.shape[axis] for _, own in call.sides for axis in own.axes.kept]
+        shape = [side.shape[axis] for _, side in call.sides for axis in side.axes.kept]
         return jnp.ones(shape, call.out_dtype)
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -250,7 +196,7 @@ def test_parts_of_a_product_are_computed_by_what_takes_one_device():
         assert (quick(step)(x, w) == 1).all() and (quick(step)(sharded, w) == 1).all()
 
 
-def test_one_that_serves_any_number_is_taken_as_it_is():
+def test_a_backend_for_any_number_of_devices_is_chosen_once():
     call = MatmulCase(lhs=MXFP4, rhs=MXFP4, m=(64,), n=(64,), k=(64,)).call
     host = Target(platform="cuda", compute_capability=(9, 0), num_devices=8, counted=False)
     one = Target(platform="cuda", compute_capability=(9, 0))

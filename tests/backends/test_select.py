@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,19 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
+from mx_jax.backends.calls import Call, MatmulCall
 from mx_jax.backends.cpu_ffi import CPU_FFI
-from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import (
     BACKENDS,
-    current_target,
     find,
     only_backend,
     prefer_backends,
     select,
 )
-from mx_jax.backends.target import Backend, Target
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from mx_jax.backends.target import ASKS, Backend, Target
+from mx_jax.testing.cases import QUANTIZE_BOTH_CASES, MatmulCase
 from tests.backends.altered import answering
 from tests.backends.mosaic import with_any_jax
 
@@ -56,7 +55,7 @@ HOPPER_REASON = ("hopper", "needs k % 128 == 0, got k=96")
 
 @pytest.fixture(autouse=True, name="table")
 def _table(monkeypatch: pytest.MonkeyPatch):
-    """What selection knows, three backends at first."""
+    """Sets the table of backends, which has three at first."""
 
     def know(*backends: Backend) -> None:
         monkeypatch.setattr("mx_jax.backends.select.BACKENDS", backends)
@@ -106,13 +105,14 @@ def test_only_backend_asks_only_it():
     assert select(call_of(128), H200).backend is HOPPER
 
 
-def test_only_backend_unknown_name():
+@pytest.mark.parametrize("choose", [only_backend, prefer_backends])
+def test_unknown_names(choose):
     message = "unknown backend name='hoper' (did you mean 'hopper'?); known: ffi, hopper, reference"
-    with pytest.raises(ValueError, match=re.escape(f"only_backend: {message}")):
-        only_backend("hoper")
+    with pytest.raises(ValueError, match=re.escape(f"{choose.__name__}: {message}")):
+        choose("hoper")
 
 
-def test_preferred_backends_are_asked_first(table):
+def test_preferred_backends_come_first(table):
     table(REFERENCE, NOT_BUILT, HOPPER)
     with prefer_backends("hopper", "ffi"):
         assert select(call_of(128), H200).backend is HOPPER
@@ -124,11 +124,6 @@ def test_preferred_backends_are_asked_first(table):
     assert choice.backend is REFERENCE
     assert choice.rejections == (HOPPER_REASON, FFI_REASON)
     assert select(call_of(128), H200).backend is REFERENCE
-
-
-def test_prefer_backends_unknown_name():
-    with pytest.raises(ValueError, match=r"prefer_backends: unknown backend name='hoper' .did you"):
-        prefer_backends("hopper", "hoper")
 
 
 @pytest.mark.parametrize("choose", [only_backend, prefer_backends])
@@ -149,67 +144,51 @@ def test_a_choice_enters_the_cache_key(choose):
     assert len(traces) == 2
 
 
-def test_current_target_is_the_machine():
-    target = current_target()
-    assert target.platform == jax.default_backend()
-    assert (target.compute_capability is None) == (target.platform != "cuda")
-    assert target.num_devices == jax.device_count() == 8
-    with only_backend("reference"):
-        assert current_target().num_devices == 1
-
-
-def test_every_backend_has_its_own_name():
+def test_names_of_backends_differ():
     names = [backend.name for backend in BACKENDS]
     assert len(set(names)) == len(names)
     # The one that takes everything; behind it, only what has not been measured yet.
     assert names[names.index(REFERENCE.name) :] == ["reference", "pallas_gpu"]
 
 
-def takes_all(call, target):
-    return None
-
-
 # Not proved on hardware: it stands behind the reference.
-TAKES_ALL = answering(CPU_FFI, takes_all, name="pallas_gpu")
-
-
-def both_call() -> QuantizeBothCall:
-    first, second = (
-        QuantizeCase(format=formats.MXFP4, shape=(64, 64), axis=axis).call for axis in (-1, -2)
-    )
-    return QuantizeBothCall(first=first, second=second)
+TAKES_ALL = answering(CPU_FFI, lambda call, target: None, name="pallas_gpu")
+BOTH = QUANTIZE_BOTH_CASES[0].call
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, table):
+def test_backends_behind_the_reference_wait_for_their_name(num_devices: int, table):
     """Not even for a call that the reference refuses, which two casts stand in for."""
     target = dataclasses.replace(H200, num_devices=num_devices)
     table(NOT_BUILT, REFERENCE, TAKES_ALL)
-    assert find(both_call(), target) is None
+    assert find(BOTH, target) is None
     for named in (prefer_backends, only_backend):
         with named("pallas_gpu"):
-            choice = find(both_call(), target)
+            choice = find(BOTH, target)
         assert choice is not None and choice.backend == TAKES_ALL
-    with pytest.raises(ValueError) as error:
-        select(both_call(), target)
     why = "nothing was measured of this on this machine"
     if num_devices > 1:
         why = "not measured on several devices, got num_devices=8"
-    reason = f"not asked: {why}; prefer_backends('pallas_gpu') asks it"
-    assert "reference: does not implement QuantizeBothCall; pallas_gpu: not asked" in str(
-        error.value
+    message = (
+        f"reference: does not cast along both axes at once; pallas_gpu: not asked: {why}; "
+        "prefer_backends('pallas_gpu') asks it"
     )
-    assert f"; pallas_gpu: {reason}" in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        select(BOTH, target)
 
 
-@pytest.mark.parametrize("capability", [own for row in ARCHITECTURES for own in row.capabilities])
-def test_no_gpu_kernel_is_reached_by_default(capability, table, monkeypatch: pytest.MonkeyPatch):
+def test_no_gpu_kernel_is_reached_by_default(table, monkeypatch: pytest.MonkeyPatch):
     """Whichever version of JAX is there."""
     table(*BACKENDS)
     with_any_jax(monkeypatch)
-    target = Target(platform="cuda", compute_capability=capability)
+    target = Target(platform="cuda", compute_capability=(9, 0))
     call = MatmulCase(lhs=None, rhs=formats.MXFP4, dtype="bfloat16", out_dtype="bfloat16").call
+    call = dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by="pallas_gpu"))
     assert rejects_machine(target) is None
     assert select(call, target).backend.name != "pallas_gpu"
     with prefer_backends("pallas_gpu"):
         assert select(call, target).backend.name == "pallas_gpu"
+
+
+def test_every_kind_of_call_has_words_for_users():
+    assert set(ASKS) == set(typing.get_args(Call))

@@ -12,13 +12,13 @@ import pytest
 import mx_jax
 import mx_jax.testing
 from mx_jax import formats
-from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA
 from mx_jax.codecs.lowering import Lowering, lowering
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.backend_suite import check_matmul
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from mx_jax.testing.cases import MatmulCase
+from tests.quick import lowered
 
 ROWWISE, TENSORWISE = formats.FLOAT8_ROWWISE_E4M3, formats.FLOAT8_TENSORWISE_E5M2
 INT8 = formats.INT8_ROWWISE
@@ -59,41 +59,32 @@ def test_products(case: MatmulCase):
         (MatmulCase(lhs=ROWWISE, rhs=None), H200, f"{EIGHT}, got rhs in high precision"),
         (MatmulCase(lhs=MXFP4, rhs=MXFP4), H200, "needs elements of 8 bits, got lhs=mxfp4"),
         (MatmulCase(lhs=ROWWISE, rhs=MXFP8_E4M3), H200, f"{WHOLE}, got rhs=mxfp8_e4m3"),
-        (
-            QuantizeCase(format=ROWWISE, shape=(4, 4)),
-            H200,
-            "does not implement QuantizeCall",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_reasons(case: MatmulCase | QuantizeCase, target: Target, reason: str):
+def test_reasons(case: MatmulCase, target: Target, reason: str):
     assert XLA.rejects(case.call, target) == reason
 
 
 def test_fast_accumulation_asks_for_the_default_precision():
-    call = CASES[0].call
-    assert not call.fast_accumulation
-    assert "HIGHEST" in lowered(call)
-    assert "HIGHEST" not in lowered(dataclasses.replace(call, fast_accumulation=True))
+    lhs, rhs = CASES[0].operands(np.random.default_rng(0))
+    for fast in (False, True):
+        call = dataclasses.replace(CASES[0].call, fast_accumulation=fast)
+        text = jax.jit(functools.partial(XLA.run, call)).lower(lhs, rhs).as_text()
+        assert ("HIGHEST" in text) == (not fast)
 
 
-def lowered(call: MatmulCall) -> str:
-    operands = CASES[0].operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: XLA.run(call, lhs, rhs))
-    return run.lower(*operands).as_text()
+def gradients(recipe: str, platform: str) -> str:
+    """A lowered program."""
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 32), (32, 128)))
+    loss = lambda x, w: mx_jax.matmul(x, w, recipe=recipe).sum()  # noqa: E731
+    return lowered(jax.grad(loss, (0, 1)), x, w, platform=platform)
 
 
 def test_float8_is_brought_into_the_order_that_units_read():
     """Transposed before the dot, by what casts it: what XLA transposes takes longer."""
-
-    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        return mx_jax.matmul(x, w, recipe=mx_jax.recipes.float8_rowwise())
-
-    x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 128), "bfloat16")
     with mx_jax.testing.target("cuda", (9, 0)):
-        step = jax.jit(jax.grad(lambda x, w: multiply(x, w).sum(), argnums=(0, 1))).trace(x, w)
-        text = step.lower(lowering_platforms=("cuda",)).as_text()
+        text = gradients("float8_rowwise", "cuda")
     dots = re.findall(r"dot_general.*contracting_dims = (.*?), .*f8E4M3FN", text)
     assert dots == ["[1] x [1]"] * len(dots) and len(dots) >= 2
     # Rows stay, whatever reads the transposed copy.
@@ -109,22 +100,20 @@ def test_float8_is_brought_into_the_order_that_units_read():
         ("float8_rowwise", "TPU v6 lite", "bf16"),
     ],
 )
-def test_what_the_units_of_a_tpu_are_given(recipe: str, kind: str, operands: str):
-    multiply = functools.partial(mx_jax.matmul, recipe=recipe)
-    x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 128), "bfloat16")
+def test_what_a_tpu_multiplies(recipe: str, kind: str, operands: str):
     with mx_jax.testing.target("tpu", device_kind=kind):
-        step = jax.jit(jax.grad(lambda x, w: multiply(x, w).sum(), argnums=(0, 1))).trace(x, w)
-        text = step.lower(lowering_platforms=("tpu",)).as_text()
+        text = gradients(recipe, "tpu")
     dots = re.findall(r"stablehlo.dot_general.* : \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", text)
     assert len(dots) == 2 and set(sum(dots, ())) == set(operands.split())
 
 
 def test_float8_of_a_symbolic_batch_is_exported_for_gpus():
-    recipe = mx_jax.recipes.float8_rowwise()
     (rows,) = jax.export.symbolic_shape("b")
     shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, 32), (32, 16))]
     allowed = map(jax.export.DisabledSafetyCheck.custom_call, mx_jax.export_targets())
-    step = jax.jit(jax.grad(lambda x, w: mx_jax.matmul(x, w, recipe=recipe).sum(), argnums=(0, 1)))
+    step = jax.jit(
+        jax.grad(lambda x, w: mx_jax.matmul(x, w, recipe="float8_rowwise").sum(), (0, 1))
+    )
     with mx_jax.testing.target("cuda", (9, 0)):
         export = jax.export.export(step, platforms=("cuda",), disabled_checks=tuple(allowed))
         text = export(*shapes).mlir_module()

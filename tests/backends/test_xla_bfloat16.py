@@ -13,6 +13,8 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.select import select
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA_BFLOAT16, XLA_ROUNDED, bfloat16_holds
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
@@ -30,7 +32,7 @@ TPU = Target(platform="tpu")
 # Of GPUs one for which XLA has no block-scaled product.
 TURING = Target(platform="cuda", compute_capability=(7, 5))
 ACCELERATORS = (TPU, Target(platform="rocm"), TURING)
-TAKEN = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
+ACCEPTED = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
 EXTREMES = tuple(case for case in EXTREME_CASES if case.quantized_lhs)
 
 
@@ -46,12 +48,12 @@ SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
 run = jax.jit(XLA_BFLOAT16.run, static_argnums=0)
 
 
-def test_what_is_taken():
-    """Every format; high precision only in bfloat16."""
+def test_accepted_cases():
+    """Every format but those of blocks under float32 scales; high precision only in bfloat16."""
     assert all(map(bfloat16_holds, BLOCK_FORMATS))
-    given = {case.lhs for case in TAKEN} | {case.rhs for case in TAKEN}
-    assert set(BLOCK_FORMATS) <= given
-    assert {case.dtype for case in TAKEN if None in (case.lhs, case.rhs)} == {"bfloat16"}
+    formats = {case.lhs for case in ACCEPTED} | {case.rhs for case in ACCEPTED}
+    assert set(BLOCK_FORMATS) - formats == {BLOCKWISE, BLOCKWISE_2D}
+    assert {case.dtype for case in ACCEPTED if None in (case.lhs, case.rhs)} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("format", MX_FORMATS, ids=str)
@@ -69,7 +71,7 @@ def test_every_code_is_a_bfloat16(format: formats.BlockFormat):
 @pytest.mark.slow(
     but="mxfp8_e4m3-mxfp8|mxfp4-mxfp4-|nvfp4-nvfp4-|mxint8-mxint8|bfloat16|k_first|rowwise_e5m2-float8_t|blockwise"
 )
-@pytest.mark.parametrize("case", TAKEN, ids=str)
+@pytest.mark.parametrize("case", ACCEPTED, ids=str)
 def test_products(case: MatmulCase):
     check_matmul(XLA_BFLOAT16, case)
 
@@ -100,7 +102,7 @@ def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
     """Scales far apart meet on the sums, in whichever order: neither over- nor underflows."""
     expected = 16 * np.float64(lhs_scale) * np.float64(rhs_scale)
     case = MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, m=(2,), n=(3,), k=(16,))
-    given = case.operands(np.random.default_rng(0))
+    operands = case.operands(np.random.default_rng(0))
     for scales in ((lhs_scale, rhs_scale), (rhs_scale, lhs_scale)):
         ones = [
             dataclasses.replace(
@@ -109,7 +111,7 @@ def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
                 scales=jnp.full(x.scales.shape, 0x38, jnp.uint8),
                 tensor_scale=jnp.full((1, 1), scale, jnp.float32),
             )
-            for x, scale in zip(given, scales, strict=True)
+            for x, scale in zip(operands, scales, strict=True)
             if isinstance(x, MXArray)
         ]
         np.testing.assert_array_equal(run(case.call, *ones), np.full((2, 3), expected))
@@ -150,7 +152,7 @@ def test_other_machines():
 
 BLOCKWISE, BLOCKWISE_2D = formats.FLOAT8_BLOCKWISE_E4M3, formats.FLOAT8_BLOCKWISE_2D_E4M3
 BLOCKWISE_CASES = (
-    # As DeepSeek's models multiply: many blocks at once, and one after another.
+    # As DeepSeek's models multiply.
     MatmulCase(lhs=BLOCKWISE, rhs=BLOCKWISE_2D, m=(3,), n=(130,), k=(1000,)),
     MatmulCase(lhs=BLOCKWISE, rhs=BLOCKWISE_2D, m=(150,), n=(130,), k=(500,), rhs_k_first=True),
     MatmulCase(lhs=None, rhs=BLOCKWISE_2D, dtype="bfloat16", n=(130,), k=(300,)),
@@ -165,32 +167,22 @@ def default(case: MatmulCase) -> Any:
 
 @pytest.mark.parametrize("case", BLOCKWISE_CASES, ids=str)
 def test_blocks_under_float32_scales(case: MatmulCase):
-    """Rounded to bfloat16, on several devices too; all digits by precision="highest"."""
+    """Rounded to bfloat16, on several devices too; not by precision="highest"."""
     reason = "rounds values to bfloat16, got precision='highest'"
     assert XLA_ROUNDED.rejects(case.call, TPU) == reason
     assert XLA_ROUNDED.rejects(default(case), dataclasses.replace(TPU, num_devices=8)) is None
-    assert XLA_BFLOAT16.rejects(case.call, TPU) is None
-    for backend in (XLA_ROUNDED, XLA_BFLOAT16):
-        check_matmul(backend, case)
+    check_matmul(XLA_ROUNDED, case)
     with pytest.raises(AssertionError):  # the bound is of the rounding, and no wider
         check_matmul(dataclasses.replace(XLA_ROUNDED, value_error=2.0**-16), case)
 
 
-def test_blocks_that_are_not_multiplied_one_after_another():
+def test_who_takes_blocks_under_float32_scales():
+    """By precision="highest" the reference: in float32."""
     call = BLOCKWISE_CASES[0].call
-    several = XLA_BFLOAT16.rejects(call, dataclasses.replace(TPU, num_devices=8))
-    assert several == (
-        "multiplies blocks under float32 scales one after another, on one device, got num_devices=8"
-    )
-    call = dataclasses.replace(SQUARE, rhs=BLOCKWISE_2D, k=(2, 64)).call
-    assert XLA_BFLOAT16.rejects(call, TPU) == (
-        "needs blocks of one size along one contracted axis under float32 scales, got "
-        "blocks=[128], k=[2, 64]"
-    )
-    assert XLA_BFLOAT16.rejects(default(BLOCKWISE_CASES[0]), TPU) == (
-        "multiplies blocks under float32 scales one after another, exactly: for "
-        "precision='highest', got precision=None"
-    )
+    reason = "needs blocks' scales of few digits, not of float32, got lhs=float8_blockwise_e4m3"
+    assert XLA_BFLOAT16.rejects(call, TPU) == reason
+    assert select(call, TPU).backend == REFERENCE
+    assert select(default(BLOCKWISE_CASES[0]), TPU).backend == XLA_ROUNDED
     assert XLA_ROUNDED.rejects(SQUARE.call, TPU) == (
         "rounds values of blocks under float32 scales, got lhs=mxfp8_e4m3, rhs=mxfp8_e4m3"
     )
@@ -200,8 +192,8 @@ def test_blocks_that_are_not_multiplied_one_after_another():
 def test_deepseek_v3_is_one_dot(dtype: str):
     """Also of float32 operands, since both are quantized; near the largest and smallest numbers."""
     step = training_step("deepseek_v3")
-    found = dots(step, array(1024, 2048, dtype=dtype), array(512, 1024, dtype=dtype), target=TPU)
-    assert len(found) == 3 and {x.rsplit("x", 1)[1] for x in found[0][:2]} == {"bf16"}
+    types = dots(step, array(1024, 2048, dtype=dtype), array(512, 1024, dtype=dtype), target=TPU)
+    assert len(types) == 3 and {x.rsplit("x", 1)[1] for x in types[0][:2]} == {"bf16"}
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 256), (256, 8)))
     for scale in (3e38 / 4, 1.0, 2.0**-110):
@@ -234,12 +226,14 @@ def dots(
         text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(target.platform,))
     lowered = text.as_text()
     assert ("custom_call" in lowered) == has_kernels
-    found = DOT.findall(lowered)
-    assert len(found) == lowered.count("stablehlo.dot")
+    products = DOT.findall(lowered)
+    assert len(products) == lowered.count("stablehlo.dot")
     # By `[blocks, 32 blocks]` zeros and ones TPUs spread scales.
     spread = re.compile(r"(\d+)x(\d+)xbf16")
-    sizes = [match.groups() if (match := spread.fullmatch(rhs)) else (1, 1) for _, rhs, _ in found]
-    return [types for types, (b, n) in zip(found, sizes, strict=True) if int(n) != 32 * int(b)]
+    sizes = [
+        match.groups() if (match := spread.fullmatch(rhs)) else (1, 1) for _, rhs, _ in products
+    ]
+    return [types for types, (b, n) in zip(products, sizes, strict=True) if int(n) != 32 * int(b)]
 
 
 def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
@@ -258,8 +252,10 @@ def test_accelerators_that_are_no_nvidia_gpu(platform: str, kind: str):
     target = Target(platform=platform, device_kind=kind)
     for recipe, dtype in (("mxfp8", "bf16"), ("float8_rowwise", FLOAT8.get(kind, "bf16"))):
         product = functools.partial(mx_jax.matmul, recipe=recipe)
-        found = dots(product, array(8, 64), array(64, 32), target=target)
-        assert [[x.rsplit("x", 1)[1] for x in types] for types in found] == [[dtype, dtype, "f32"]]
+        products = dots(product, array(8, 64), array(64, 32), target=target)
+        assert [[x.rsplit("x", 1)[1] for x in types] for types in products] == [
+            [dtype, dtype, "f32"]
+        ]
 
 
 def test_the_pages_have_every_kind():
@@ -290,8 +286,8 @@ def training_step(recipe: Any) -> Any:
 def test_a_training_step_multiplies_bfloat16(name: str, target: Target):
     """Three products, as a bfloat16 model has them; on TPUs kernels make MX formats' values."""
     shapes, step = (array(2048, 4096), array(2048, 2048)), training_step(name)
-    found = dots(step, *shapes, target=target, has_kernels=(name, target) == ("mxfp8", TPU))
-    assert sorted(found) == [
+    products = dots(step, *shapes, target=target, has_kernels=(name, target) == ("mxfp8", TPU))
+    assert sorted(products) == [
         ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
         ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
         ("2048x4096xbf16", "2048x4096xbf16", "2048x2048xf32"),
@@ -309,9 +305,9 @@ def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
         def product(x: jax.Array, w: Any, precision: Any = precision) -> jax.Array:
             return mx_jax.matmul(x, w, recipe=recipe, precision=precision)
 
-        (found,) = dots(product, array(16, 512, dtype=dtype), w, target=target)
+        (types,) = dots(product, array(16, 512, dtype=dtype), w, target=target)
         kind = "bf16" if dtype == "bfloat16" else "f32"
-        assert found == (f"16x512x{kind}", f"512x256x{kind}", "16x256xf32")
+        assert types == (f"16x512x{kind}", f"512x256x{kind}", "16x256xf32")
         with mx_jax.testing.target(target.platform, target.compute_capability):
             traced = jax.jit(product).trace(array(16, 512, dtype=dtype), w)
         text = traced.lower(lowering_platforms=(target.platform,)).as_text()
@@ -320,8 +316,8 @@ def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
 
 def test_explain_names_the_way():
     """From the selection itself; what is not covered, with its reason."""
-    found = mx_jax.inspect.explain("mxfp8", 8, 64, 32, dtype="bfloat16", target=TPU)
-    products = [(row.backend, row.how) for row in found.rows if row.kind == "product"]
+    explanation = mx_jax.inspect.explain("mxfp8", 8, 64, 32, dtype="bfloat16", target=TPU)
+    products = [(row.backend, row.how) for row in explanation.rows if row.kind == "product"]
     assert products == 3 * [("xla_bfloat16", "XLA bfloat16 dot, float32 sums")]
     text = str(mx_jax.inspect.explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=TPU))
     assert text.count("-> xla_bfloat16") == 0
@@ -335,9 +331,9 @@ def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     step = training_step(recipes.nvfp4_pretraining())
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = (array(128, 64, dtype=dtype), array(32, 128, dtype=dtype), key)
-    found = dots(step, *shapes, target=TPU)
+    products = dots(step, *shapes, target=TPU)
     shown = {"bf16"} if dtype == "bfloat16" else {"bf16", "f32"}
-    assert {side.rsplit("x", 1)[1] for types in found for side in types[:2]} == shown
+    assert {side.rsplit("x", 1)[1] for types in products for side in types[:2]} == shown
     with mx_jax.testing.target("tpu"):
         lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     (line,) = {line for line in lines if "Hadamard" in line and "[32, 128]" in line}
@@ -358,11 +354,11 @@ def test_experts_multiply_bfloat16(recipe: str):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
         lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     of = r"tensor<[\dx]*x(\w+)>"
-    found = re.findall(rf'"chlo.ragged_dot".*: \({of}, {of}, {of}\) -> {of}', text)
-    assert found == [("bf16", "bf16", "i32", "f32")] * 3
-    told = [line for line in lines if line.startswith("1 x ragged product")]
-    assert len(told) == 3 and all(
-        line.endswith("(XLA bfloat16 dot, float32 sums)") for line in told
+    products = re.findall(rf'"chlo.ragged_dot".*: \({of}, {of}, {of}\) -> {of}', text)
+    assert products == [("bf16", "bf16", "i32", "f32")] * 3
+    labels = [line for line in lines if line.startswith("1 x ragged product")]
+    assert len(labels) == 3 and all(
+        line.endswith("(XLA bfloat16 dot, float32 sums)") for line in labels
     )
 
 
@@ -386,8 +382,8 @@ def test_products_of_experts(recipe: str):
 
     expected = jax.jit(step)(w, x)
     with mx_jax.testing.target("tpu"):
-        found = jax.jit(step)(w, x)
-    for got, want in zip(found, expected, strict=True):
+        results = jax.jit(step)(w, x)
+    for got, want in zip(results, expected, strict=True):
         largest = np.abs(np.asarray(want, np.float64)).max()
         difference = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
         # The cotangents are bfloat16, of sums that differ in their last bits.

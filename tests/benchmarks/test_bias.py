@@ -36,22 +36,22 @@ def batches(n: int = 8, noise: float = 0.1) -> np.ndarray:
 
 def test_a_planted_bias():
     """The exact mean has length 1, and 0.8 in `a`; the other parameters are exact."""
-    found = gradient_bias(planted, PARAMS, batches(), {"none": 0.0, "some": 0.25}, exact=0.0)
-    none, some = found.whole
+    report = gradient_bias(planted, PARAMS, batches(), {"none": 0.0, "some": 0.25}, exact=0.0)
+    none, some = report.whole
     assert (none.bias, none.slope) == (0, 1)
     assert some.bias == pytest.approx(0.25, rel=0.02)
     low, high = some.interval
     assert low < 0.25 < high < 0.27
-    a, b = found.parameters("some")
+    a, b = report.parameters("some")
     assert (a.parameter, b.parameter) == ("a", "blocks/b")
     assert a.bias == pytest.approx(0.25 / 0.8, rel=0.02) and b.bias == 0
 
 
 def test_layers_of_a_scan_one_by_one():
-    found = gradient_bias(
+    report = gradient_bias(
         planted, PARAMS, batches(), {"some": 0.25}, exact=0.0, scanned=r"blocks/.*"
     )
-    assert {row.parameter for row in found.parameters()} == {"a", "blocks/b[0]", "blocks/b[1]"}
+    assert {row.parameter for row in report.parameters()} == {"a", "blocks/b[0]", "blocks/b[1]"}
     with pytest.raises(ValueError, match=r"scanned='.*' matches the parameter 'a', which has no"):
         gradient_bias(scalar, {"a": 1.0}, batches(), {"x": 0}, exact=0, scanned=".*")
 
@@ -63,12 +63,17 @@ def test_gradients_that_are_not_finite():
         return params @ batch * factor
 
     params = np.ones(128, np.float32)
-    found = gradient_bias(loss, params, batches(), {"bad": np.inf, "good": 1.0}, exact=1.0)
-    bad, good = found.whole
+    report = gradient_bias(loss, params, batches(), {"bad": np.inf, "good": 1.0}, exact=1.0)
+    bad, good = report.whole
     names = ("bias", "low", "high", "uncorrected", "slope", "one_batch")
     assert np.isnan([getattr(bad, name) for name in names]).all()
     assert good.bias == 0
-    assert ["Inf or NaN" in line for line in str(found).splitlines()] == [False, True, False, False]
+    assert ["Inf or NaN" in line for line in str(report).splitlines()] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(ValueError, match="must be finite, got Inf or NaN in batch=0, loss=inf"):
         gradient_bias(loss, params, batches(), {"good": 1.0}, exact=np.inf)
 
@@ -76,8 +81,8 @@ def test_gradients_that_are_not_finite():
 def test_noise_of_keys_is_no_bias():
     """Each batch has a key of its own, so what keys add has no mean."""
     key = jax.random.key(0)
-    found = gradient_bias(planted, PARAMS, batches(), {"noise": 0.05}, exact=0.0, key=key)
-    (row,) = found.whole
+    report = gradient_bias(planted, PARAMS, batches(), {"noise": 0.05}, exact=0.0, key=key)
+    (row,) = report.whole
     assert row.uncorrected > 0.1
     assert row.one_batch > 0.3
     assert row.bias < row.uncorrected and row.interval[0] < 0.07
@@ -100,17 +105,17 @@ def test_models_of_nnx_and_rules():
         return jnp.sum(convert.nnx(nnx.merge(graph, params), rules)(x) ** 2)
 
     rules = {"all": convert.Rule(".*", "mxfp4")}
-    found = gradient_bias(loss, params, x, rules, exact=convert.Rule(".*", None))
-    assert {row.parameter for row in found.parameters()} == {"kernel", "bias"}
-    assert 0 < found.whole[0].one_batch < 0.5
+    report = gradient_bias(loss, params, x, rules, exact=convert.Rule(".*", None))
+    assert {row.parameter for row in report.parameters()} == {"kernel", "bias"}
+    assert 0 < report.whole[0].one_batch < 0.5
 
 
 def test_hidden_by_noise():
     """Nothing is made up where the exact mean itself cannot be told from 0."""
     data = batches(6)
-    found = gradient_bias(planted, PARAMS, data - data.mean(0), {"some": 0.2}, exact=0.0)
-    assert math.isnan(found.whole[0].bias)
-    assert "hidden by noise" in str(found)
+    report = gradient_bias(planted, PARAMS, data - data.mean(0), {"some": 0.2}, exact=0.0)
+    assert math.isnan(report.whole[0].bias)
+    assert "hidden by noise" in str(report)
 
 
 def test_batches_of_several_shapes():
@@ -122,9 +127,9 @@ def test_batches_of_several_shapes():
         return (1 + recipe) * w * batch.mean()
 
     batches = [np.full(n, value, np.float32) for n, value in ((2, 1), (3, 2), (2, 3), (3, 6))]
-    found = gradient_bias(loss, jnp.float32(1), batches, {"x": 0.5}, exact=0.0)
+    report = gradient_bias(loss, jnp.float32(1), batches, {"x": 0.5}, exact=0.0)
     assert traced == [2, 3, 2, 3]
-    assert found.exact_loss == 3.0 and found.whole[0].bias == pytest.approx(0.5)
+    assert report.exact_loss == 3.0 and report.whole[0].bias == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -164,30 +169,30 @@ def estimated(exact: np.ndarray, error: np.ndarray) -> Row:
 @pytest.mark.parametrize("bias", [0.0, 0.1, 0.5])
 def test_right_on_average_and_covered(bias: float):
     """The uncorrected figure is not: without any bias it says ten per cent."""
-    found = [estimated(*draws(bias, 8, seed)) for seed in range(200)]
-    assert np.sqrt(np.mean([own.bias**2 for own in found])) == pytest.approx(bias, abs=0.03)
-    covered = np.mean([own.low <= bias <= own.high for own in found])
+    rows = [estimated(*draws(bias, 8, seed)) for seed in range(200)]
+    assert np.sqrt(np.mean([row.bias**2 for row in rows])) == pytest.approx(bias, abs=0.03)
+    covered = np.mean([row.low <= bias <= row.high for row in rows])
     assert covered >= 0.93
     if bias == 0:
-        assert np.mean([own.uncorrected for own in found]) > 0.08
+        assert np.mean([row.uncorrected for row in rows]) > 0.08
     else:
         # An interval that always holds would not be one.
-        assert np.mean([own.low <= 2 * bias <= own.high for own in found]) < 0.1
+        assert np.mean([row.low <= 2 * bias <= row.high for row in rows]) < 0.1
 
 
 def test_against_the_formula():
     """`|mean|^2 - s^2 / n`, written with the draws and not with their products."""
     g, e = draws(0.2, 6, 0)
-    found = estimated(g, e)
+    row = estimated(g, e)
 
     def squared(x: np.ndarray) -> float:
         return float(np.sum(x.mean(0) ** 2) - np.sum(x.var(0, ddof=1)) / len(x))
 
-    assert found.bias == pytest.approx(np.sqrt(squared(e) / squared(g)))
-    assert found.uncorrected == pytest.approx(np.linalg.norm(e.mean(0)) / np.linalg.norm(g.mean(0)))
-    assert found.one_batch == pytest.approx(np.sqrt(np.sum(e**2) / np.sum(g**2)))
+    assert row.bias == pytest.approx(np.sqrt(squared(e) / squared(g)))
+    assert row.uncorrected == pytest.approx(np.linalg.norm(e.mean(0)) / np.linalg.norm(g.mean(0)))
+    assert row.one_batch == pytest.approx(np.sqrt(np.sum(e**2) / np.sum(g**2)))
     mixed = (squared(e + g) - squared(e) - squared(g)) / 2
-    assert found.slope == pytest.approx(1 + mixed / squared(g))
+    assert row.slope == pytest.approx(1 + mixed / squared(g))
     spread = np.sqrt(np.sum(g.var(0, ddof=1)) / len(g))
-    assert found.signal == pytest.approx(np.sqrt(squared(g)) / spread)
+    assert row.signal == pytest.approx(np.sqrt(squared(g)) / spread)
     assert estimated(np.ones_like(g), e).signal > 1e6

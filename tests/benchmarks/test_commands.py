@@ -35,13 +35,6 @@ def run(tmp_path: Path) -> Runner:
     return runner
 
 
-def run_alone(out: Path, name: str, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a command, and what it printed, in a process as a user starts it: of one device,
-    where weights are packed."""
-    shown = printed("-m", f"benchmarks.{name}", *options, "--out", out, XLA_FLAGS=None)
-    return json.loads(out.read_text())["rows"], shown
-
-
 # Commands on one core, which share a process that is pinned at once.
 ON_ONE_CORE = {
     "ragged": "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3",
@@ -105,8 +98,8 @@ def test_quantize(run: Runner):
 @can_pin
 def test_commands_on_one_core(tmp_path: Path):
     out = {name: tmp_path / f"{name}.json" for name in ON_ONE_CORE}
-    given = {name: [*ON_ONE_CORE[name].split(), "--out", str(out[name])] for name in out}
-    printed("-c", PROGRAM, json.dumps(given), XLA_FLAGS=None)
+    options = {name: [*ON_ONE_CORE[name].split(), "--out", str(out[name])] for name in out}
+    printed("-c", PROGRAM, json.dumps(options), XLA_FLAGS=None)
     ragged, loading, packed, compiling = (
         json.loads(path.read_text())["rows"] for path in out.values()
     )
@@ -142,11 +135,14 @@ def test_commands_on_one_core(tmp_path: Path):
 @pytest.mark.slow
 @can_pin
 def test_every_case_of_a_goal_runs(tmp_path: Path):
-    given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
-    if not Path(given).exists():
+    library = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
+    if not Path(library).exists():
         pytest.skip(f"needs {limits.BUILD}")
     options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2".split()
-    rows, shown = run_alone(tmp_path / "out.json", "cpu_goals", *options)
+    out = tmp_path / "out.json"
+    # A process as a user starts it: of one device, where weights are packed.
+    shown = printed("-m", "benchmarks.cpu_goals", *options, "--out", out, XLA_FLAGS=None)
+    rows = json.loads(out.read_text())["rows"]
     assert len(rows) == len(GOALS)
     unmeasured = {row["why"] for row in rows if row["ratio"] is None}
     assert unmeasured <= {

@@ -18,7 +18,7 @@ def test_where_a_step_spends_its_time():
     assert 0 < sum(spent.values()) < 1 and spent.get(OTHER, 0) < 0.5 * sum(spent.values())
 
 
-def test_calibrated_scales_are_each_layers_own():
+def test_calibrated_scales_are_of_each_layer():
     """The largest that was seen is the largest that NVFP4 holds, of keys and of values."""
     config, shape = tiny.CONFIG, (1, 3, tiny.CONFIG.kv_heads, tiny.CONFIG.head_width)
     seen = [

@@ -95,10 +95,6 @@ def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.Capt
         gradient_bias.main([*arguments, "--batches", "4"])
 
 
-def letters(texts: list[str]) -> list[list[int]]:
-    return [[ord(letter) for letter in text] for text in texts]
-
-
 @pytest.mark.slow
 def test_sentences_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "tiny"
@@ -107,6 +103,7 @@ def test_sentences_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save_file(bert.tensors({**bert.TINY, "vocab_size": 2100}), folder / "model.safetensors")
     texts = [f"{'abcdefgh'[i % 8]}{chr(110 + i // 8)}{'xyz' * (i % 3)}" for i in range(40)]
     monkeypatch.setattr(sentences.encoder, "standard_library", lambda: texts)
+    letters = lambda texts: [[*map(ord, text)] for text in texts]  # noqa: E731
     monkeypatch.setattr(sentences.encoder, "tokenizer", lambda folder: letters)
     monkeypatch.setattr(sentences, "BATCHES", ((2, 16),))
     # One of each kind.
@@ -123,13 +120,13 @@ def test_sentences_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result["sentences"] == 12 and result["known"] == 20
     rows = result["quality"]
     # Stored weights are those of each cast once, whatever activations are.
-    found = {(row["way"], row["activations"], row["words"]): row for row in rows}
-    assert len(found) == len(rows) == 4
+    quality = {(row["way"], row["activations"], row["words"]): row for row in rows}
+    assert len(quality) == len(rows) == 4
     assert all(0.8 < row["smallest"] <= row["cosine"] < 0.9999 for row in rows)
-    plain, both = found["cast", None, None], found["cast", "mxint8", None]
+    plain, both = quality["cast", None, None], quality["cast", "mxint8", None]
     assert both["cosine"] != plain["cosine"] and both["kernel_bytes"] == plain["kernel_bytes"]
-    assert found["cast", None, "mxfp4"]["table_bytes"] < plain["table_bytes"] / 2
-    assert found["searched", None, None]["cosine"] != plain["cosine"]
+    assert quality["cast", None, "mxfp4"]["table_bytes"] < plain["table_bytes"] / 2
+    assert quality["searched", None, None]["cosine"] != plain["cosine"]
     assert [row["case"] for row in result["speed"]] == ["float32", "mxfp4", "mxfp4 x itself"]
     assert result["speed"][0]["faster"]["median"] == 1
     assert all(row["timings"]["samples"] >= 3 for row in result["speed"])

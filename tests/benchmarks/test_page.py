@@ -23,10 +23,10 @@ def test_the_pages_are_what_the_script_writes():
 
 
 def test_drawings_are_those_of_the_results():
-    own = page_pictures.description()
+    description = page_pictures.description()
     for name, (text, _) in page_pictures.PICTURES.items():
         drawing = (page_pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
-        assert own in drawing, "run python -m benchmarks.page"
+        assert description in drawing, "run python -m benchmarks.page"
         path = ROOT / "docs" / f"{text}.md"
         assert f"images/results/{name}.svg" in path.read_text(encoding="utf-8")
     assert {path.stem for path in page_pictures.FOLDER.iterdir()} == set(page_pictures.PICTURES)
@@ -55,9 +55,9 @@ def test_pages_quote_the_results():
 
 
 def test_other_results_write_another_page(tmp_path, monkeypatch):
-    found = page_tables.result("sqnr")
-    next(row for row in found["layer"] if row["recipe"] == "mxfp4")["output"] = 12.34
-    (tmp_path / "sqnr.json").write_text(json.dumps(found))
+    results = page_tables.result("sqnr")
+    next(row for row in results["layer"] if row["recipe"] == "mxfp4")["output"] = 12.34
+    (tmp_path / "sqnr.json").write_text(json.dumps(results))
     monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
     text = page.written("by hand\n<!-- table: sqnr -->\nold\n<!-- end -->\nand this")
     assert "| mxfp4 | 12.3 | 16.0 |" in text and "old" not in text

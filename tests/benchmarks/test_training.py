@@ -29,7 +29,9 @@ SETTINGS = dataclasses.replace(
 def test_residuals(tmp_path, monkeypatch):
     """The model's own in float32 alone: one program to trace less for each row."""
     model_bytes = residuals.model_bytes
-    of_float32 = functools.cache(lambda *given: model_bytes(given[0], jnp.float32, given[1]))
+    of_float32 = functools.cache(
+        lambda recipe, settings: model_bytes(recipe, jnp.float32, settings)
+    )
     monkeypatch.setattr(
         residuals, "model_bytes", lambda recipe, dtype, settings: of_float32(recipe, settings)
     )
@@ -122,9 +124,9 @@ def test_ablation_compares_with_float32_of_the_same_seed():
 def test_intervals_are_student_s():
     """n = 3: 4.3027 s / sqrt(3), from a printed table of t."""
     intervals = language_model.intervals
-    found = intervals.interval([1.0, 2.0, 4.5])
-    assert found.mean == 2.5 and found.n == 3 and not found.tells
-    assert found.half_width == pytest.approx(4.3027 * math.sqrt(3.25) / math.sqrt(3), rel=1e-4)
+    interval = intervals.interval([1.0, 2.0, 4.5])
+    assert interval.mean == 2.5 and interval.n == 3 and not interval.tells
+    assert interval.half_width == pytest.approx(4.3027 * math.sqrt(3.25) / math.sqrt(3), rel=1e-4)
     assert intervals.text([2.0, 2.1, 2.2], "+.2f") == "+2.10 ± 0.25"
     assert intervals.interval([2.0, 2.1, 2.2]).tells
     assert not intervals.interval([7.0]).tells and intervals.text([7.0], ".1f") == "7.0"

@@ -21,6 +21,10 @@ SEARCHED = [
 ]
 
 
+# One for most tests: each other one is compiled anew.
+SHAPE = 64, 8
+
+
 def heavy(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_t(3.0, shape).astype(np.float32)
 
@@ -35,15 +39,15 @@ def errors(w: np.ndarray, q: mx_jax.MXArray, size: int, h: Any = 1.0) -> np.ndar
 @pytest.mark.parametrize("format", SEARCHED, ids=lambda format: format.name)
 def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng):
     w = heavy(rng, 128, 8)
-    found = calibrate.search_scales(w, format)
-    assert found.format == format and found.shape == w.shape
+    result = calibrate.search_scales(w, format)
+    assert result.format == format and result.shape == w.shape
     search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
-    before, after = (errors(w, q, format.block[1]) for q in (first, found))
+    before, after = (errors(w, q, format.block[1]) for q in (first, result))
     assert (after <= before * (1 + 1e-6)).all() and (after < 0.99 * before).any()
     # The codes are the nearest ones under the scales.
-    nearest = np.abs(values_under(found) - w).min(0)
-    distance = np.abs(np.asarray(found.dequantize(), np.float64) - w)
+    nearest = np.abs(values_under(result) - w).min(0)
+    distance = np.abs(np.asarray(result.dequantize(), np.float64) - w)
     np.testing.assert_allclose(distance, nearest, rtol=1e-5, atol=1e-7)
 
 
@@ -51,31 +55,27 @@ def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
     """Tried by hand, one block of each: the neighbours of the stored scale, an octave each way."""
-    w, size = heavy(rng, 64, 8), format.block[1]
+    w, size = heavy(rng, *SHAPE), format.block[1]
     h = rng.uniform(0.0, 4.0, 64).astype(np.float32)
-    found = calibrate.search_scales(w, format, importance=h)
-    best = errors(w, found, size, h[:, None])
-    for step in (-1, 1) if format == MXFP4 else range(-8, 9):
-        moved = np.clip(np.asarray(found.scales, np.int32) + step, 0, 254).astype(np.uint8)
-        other = dataclasses.replace(found, scales=jnp.asarray(moved))
-        distance = np.abs(values_under(other) - w).min(0)
-        error = (np.square(distance) * h[:, None]).reshape(-1, size, 8).sum(1)
-        # Beyond the octave around the first scale lies what was not tried.
-        tried = _in_reach(w, format, moved)
-        assert (best <= error * (1 + 1e-6))[tried].all()
-
-
-def _in_reach(w: np.ndarray, format: BlockFormat, scales: np.ndarray) -> np.ndarray:
+    result = calibrate.search_scales(w, format, importance=h)
+    best = errors(w, result, size, h[:, None])
     search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
-    away = scales.astype(np.int32) - np.asarray(first.scales, np.int32)
-    inside = (scales >= search.smallest) & (scales <= search.largest)
-    return (np.abs(away) <= max(search.steps)) & inside
+    for step in (-1, 1) if format == MXFP4 else range(-8, 9):
+        moved = np.clip(np.asarray(result.scales, np.int32) + step, 0, 254).astype(np.uint8)
+        other = dataclasses.replace(result, scales=jnp.asarray(moved))
+        distance = np.abs(values_under(other) - w).min(0)
+        error = (np.square(distance) * h[:, None]).reshape(-1, size, 8).sum(1)
+        # Farther than an octave from the first scale nothing was tried.
+        away = moved.astype(np.int32) - np.asarray(first.scales, np.int32)
+        inside = (moved >= search.smallest) & (moved <= search.largest)
+        tried = (np.abs(away) <= max(search.steps)) & inside
+        assert (best <= error * (1 + 1e-6))[tried].all()
 
 
 def test_importance_decides_who_is_clipped(rng):
     """A feature that counts for nothing does not widen the scale of its block."""
-    w = rng.standard_normal((64, 8)).astype(np.float32)
+    w = rng.standard_normal(SHAPE).astype(np.float32)
     w[5] = 40.0
     h = np.ones(64, np.float32)
     h[5] = 0.0
@@ -88,12 +88,12 @@ def test_importance_decides_who_is_clipped(rng):
 def test_partial_blocks_and_blocks_that_are_no_number(rng):
     w = heavy(rng, 40, 70)
     w[3, 7] = np.nan
-    found = calibrate.search_scales(w, "mxfp4", axis=-2)
+    result = calibrate.search_scales(w, "mxfp4", axis=-2)
     plain = mx_jax.quantize(w, "mxfp4", axis=-2)
-    assert found.scales.shape == plain.scales.shape and found.blocks == plain.blocks
-    nans = [np.isnan(np.asarray(q.dequantize())) for q in (found, plain)]
+    assert result.scales.shape == plain.scales.shape and result.blocks == plain.blocks
+    nans = [np.isnan(np.asarray(q.dequantize())) for q in (result, plain)]
     np.testing.assert_array_equal(*nans)
-    zeros = calibrate.search_scales(np.zeros((32, 2), np.float32), "nvfp4")
+    zeros = calibrate.search_scales(np.zeros(SHAPE, np.float32), "nvfp4")
     assert not np.asarray(zeros.dequantize()).any()
 
 
@@ -116,7 +116,7 @@ def test_no_tensor_loses_more_than_by_a_plain_cast(format: str, rng):
     """Heavy tails too: there a tensor scale with room for larger ones costs small blocks."""
     for degrees in (1.2, 2, 3, 100):
         for _ in range(8):
-            w = rng.standard_t(degrees, (64, 8)).astype(np.float32)
+            w = rng.standard_t(degrees, SHAPE).astype(np.float32)
             before, after = (
                 np.sum((np.asarray(q.dequantize(), np.float64) - w) ** 2)
                 for q in (mx_jax.quantize(w, format, axis=0), calibrate.search_scales(w, format))
@@ -126,22 +126,22 @@ def test_no_tensor_loses_more_than_by_a_plain_cast(format: str, rng):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("exponent", [-100, 100])
-def test_squares_beyond_float32_are_compared_all_the_same(format: str, exponent: int, rng):
+def test_squares_outside_float32_are_compared_all_the_same(format: str, exponent: int, rng):
     """The same scales, moved: nothing is tried in vain."""
-    w = heavy(rng, 64, 8)
+    w = heavy(rng, *SHAPE)
     near = calibrate.search_scales(w, format)
     far = calibrate.search_scales(np.ldexp(w, exponent), format)
-    found = np.ldexp(np.asarray(far.dequantize()), -exponent)
-    np.testing.assert_allclose(found, near.dequantize(), rtol=1e-6)
+    result = np.ldexp(np.asarray(far.dequantize()), -exponent)
+    np.testing.assert_allclose(result, near.dequantize(), rtol=1e-6)
 
 
 def test_of_equal_errors_the_first_wins():
     """Ones under MXFP4: scales of 1, 1/2 and 1/4 all hold them; FLOOR's comes first."""
-    w = jnp.ones((32, 4))
+    w = jnp.ones(SHAPE)
     floor = mx_jax.quantize(w, "mxfp4", axis=0, scale_rule="floor")
-    found = calibrate.search_scales(w, "mxfp4")
-    np.testing.assert_array_equal(found.dequantize(), w)
-    np.testing.assert_array_equal(found.scales, floor.scales)
+    result = calibrate.search_scales(w, "mxfp4")
+    np.testing.assert_array_equal(result.dequantize(), w)
+    np.testing.assert_array_equal(result.scales, floor.scales)
 
 
 def test_the_search_is_one_program():

@@ -99,13 +99,12 @@ def samples() -> list[Sample]:
         "mx_jax shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
         "stated": stated({"a.weight": one} | norm, packed),
         "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
-        "gpt-oss apart": stated(experts | norm, "gpt-oss"),
+        "gpt-oss experts": stated(experts | norm, "gpt-oss"),
         "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
     }
     readers = {
         "mx_jax": load,
         "mx_jax shards": load_shards,
-        "gpt-oss apart": convert_to("--to", "compressed-tensors"),
         "transcoded": convert_to("--to", "modelopt-nvfp4"),
     }
     return [

@@ -1,5 +1,6 @@
 """Tiny checkpoints: MXArrays of every kind, made without compiling a cast, files and folders."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,19 @@ def assert_same(result: Any, expected: MXArray) -> None:
         if one is not None:
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Of two checkpoints: the same names, and each tensor to the bit."""
+    a, b = (checkpoint.read(path).stored for path in (one, other))
+    assert {*a} == {*b}
+    for name, stored in a.items():
+        x: Any = stored.look()
+        y: Any = b[name].look()
+        if isinstance(x, MXArray):
+            assert_same(dataclasses.replace(y, dtype=x.dtype), x)
+        else:
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes() and x.dtype == y.dtype
 
 
 def values(x: Any) -> np.ndarray:

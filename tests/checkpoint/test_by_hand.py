@@ -536,7 +536,7 @@ def test_a_tensor_of_a_rare_dtype_leaves_others_readable(tmp_path: Path):
     # They go through commands, and back, as they are.
     assert main(["quantize", str(model), str(out), "--format", "mxfp4"]) == 0
     assert tensors_of(out) == tensors
-    assert main(["diff", str(model), str(out)]) == main(["inspect", str(out)]) == 0
+    assert main(["inspect", str(out)]) == 0
     # A scale of no weight, beside floats alone, is a number like others.
     e8m0 = {"e": tensor("F8_E8M0", (2,), [127, 128])} | {"up": tensors["up"]}
     assert np.asarray(checkpoint.read(put(tmp_path / "e", e8m0))["e"], float).tolist() == [1, 2]

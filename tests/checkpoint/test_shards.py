@@ -1,4 +1,4 @@
-"""Several files with an index: whole or not there, taken up again, and little memory."""
+"""Several files with an index: whole or not there, and little memory."""
 
 import json
 import weakref
@@ -13,7 +13,6 @@ import pytest
 import safetensors.numpy
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.files import NUMBERED
 from mx_jax.formats import MXFP4
 from tests.checkpoint.stored import draw
 
@@ -34,12 +33,6 @@ def codes(weights: Mapping[str, Any], name: str) -> np.ndarray:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def inodes(folder: Path) -> list[int]:
-    """Of the numbered files in their order, whatever comes before the numbers."""
-    result = [(NUMBERED.fullmatch(path.name), path.stat().st_ino) for path in folder.iterdir()]
-    return [inode for _, inode in sorted((match[1], inode) for match, inode in result if match)]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, "torchao"])
@@ -83,49 +76,17 @@ class Failing(Mapping[str, Any]):
         return copy
 
 
-def test_resumed(weights: dict[str, Any], tmp_path: Path):
-    """What was written before stays; a folder without an index is not read."""
+def test_stopped_and_written_again(weights: dict[str, Any], tmp_path: Path):
+    """A folder without an index is not read."""
     with pytest.raises(OSError, match="disk full"):
         checkpoint.write(tmp_path, Failing(weights, "2.weight"), layout=LAYOUT, max_shard_size=300)
     assert names(tmp_path) == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2)]
     with pytest.raises(ValueError, match="2 of 4 files are there and no model"):
         checkpoint.read(tmp_path)
-    before = inodes(tmp_path)
-    again = Failing(weights, None)
-    checkpoint.write(tmp_path, again, layout=LAYOUT, max_shard_size=300, resume=True)
-    assert inodes(tmp_path)[:2] == before
+    checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=300)
     result = checkpoint.read(tmp_path, layout=LAYOUT)
     for name in result.quantized:
         np.testing.assert_array_equal(codes(result, name), codes(weights, name))
-
-    # Other values, another layout's header, damage: written anew, and without `resume` always.
-    before, files = inodes(tmp_path), names(tmp_path)
-    changed = weights | {"1.weight": weights["2.weight"]}
-    damaged = tmp_path / "model-00003-of-00004.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300, resume=True)
-    # What changed has another name, so that it does not stand among the earlier files.
-    same = [a == b for a, b in zip(before, inodes(tmp_path), strict=True)]
-    assert same == [True, False, False, True]
-    assert len({*files} & {*names(tmp_path)}) == 3  # with the index
-    result = checkpoint.read(tmp_path)
-    np.testing.assert_array_equal(codes(result, "1.weight"), codes(weights, "2.weight"))
-    files = names(tmp_path)
-    checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300)
-    assert {*files} & {*names(tmp_path)} == {INDEX} and len(names(tmp_path)) == 5
-
-
-@pytest.mark.parametrize(("resume", "kept"), [(True, [False, True]), ("vouched", [True, True])])
-def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume: Any, kept: Any):
-    """A file whose first tensor alone is the same is another, unless the caller vouches for it."""
-    checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=600)
-    before = inodes(tmp_path)
-    changed = weights | {"1.weight": weights["2.weight"]}
-    checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=600, resume=resume)
-    assert [a == b for a, b in zip(before, inodes(tmp_path), strict=True)] == kept
-    result = codes(checkpoint.read(tmp_path), "1.weight")
-    same = "2.weight" if resume is True else "1.weight"
-    np.testing.assert_array_equal(result, codes(weights, same))
 
 
 OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i in (1.0, 2.0))
@@ -156,8 +117,6 @@ def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
 
     for size in (0, float("nan"), "5GB"):
         refused(weights, f"max_shard_size={size!r} must be positive", max_shard_size=size)
-    refused(weights, "resume needs several files; give max_shard_size", resume=True)
-    refused(weights, "resume='yes' must be True, False or 'vouched'", resume="yes")
     refused(doubled, "two tensors would be named '0.weight_packed'")
     assert not names(tmp_path)
 

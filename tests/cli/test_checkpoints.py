@@ -1,4 +1,4 @@
-"""`python -m mx_jax quantize`, `dequantize`, `convert`, `inspect` and `diff` on small files."""
+"""`python -m mx_jax quantize`, `dequantize`, `convert` and `inspect` on small files."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,9 @@ import mx_jax
 from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import files, writers
 from mx_jax.commands import main, rules, stream
-from mx_jax.commands.diff import difference
-from mx_jax.commands.stream import partial_folder
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import at_each_change
-from tests.checkpoint.stored import assert_same
+from tests.checkpoint.stored import assert_same, assert_same_tensors
 from tests.cli.conftest import Cli
 
 UP, HEAD, NORM = "model.layers.0.up.weight", "lm_head.weight", "model.norm.weight"
@@ -47,10 +45,10 @@ def values(path: Path) -> dict[str, np.ndarray]:
     return safetensors.numpy.load_file(path)
 
 
-def words_of(command: str, out: Path, other: Path) -> list[Any]:
+def words_of(command: str, out: Path) -> list[Any]:
     """What a command takes after the file that it reads."""
     words = {"quantize": [out, "--format", "mxfp4"], "convert": [out, "--to", "mx_jax"]}
-    return (words | {"dequantize": [out], "inspect": [], "diff": [other]})[command]
+    return (words | {"dequantize": [out], "inspect": []})[command]
 
 
 # quantize -----------------------------------------------------------------------------------------
@@ -67,6 +65,17 @@ def test_quantize_keeps_the_head_and_the_bits(model: Path, out: Path, cli: Cli):
     stayed = values(out)
     assert stayed["ids"].tolist() == [[1 << 40, 2]]
     np.testing.assert_array_equal(stayed[HEAD], matrix(1))
+
+
+def test_rules_decide_in_order(model: Path, out: Path, rules: Any, cli: Cli):
+    layers = {"format": "mxfp8_e4m3", "scale_rule": "floor", "axis": 0}
+    head = {"pattern": "lm_head.weight", "recipe": "nvfp4"}
+    rest = {"pattern": ".*", "skip": True}
+    decided = rules("", {"pattern": "model/layers/.*"} | layers, head, rest)
+    cli("quantize", model, out, "--rules", decided)
+    result: Any = checkpoint.read(out)
+    assert result[HEAD].format.name == "nvfp4"
+    assert_same(result[UP], mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0))
 
 
 def test_scales_by_squared_error(model: Path, out: Path, rules: Any, cli: Cli):
@@ -90,64 +99,17 @@ def test_several_files(model: Path, tmp_path: Path, cli: Cli):
         assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
         assert checkpoint.read(out).quantized == {UP: layout}
     assert "is there already" in cli.error(*words, *theirs[:2])
-    assert "is whole already" in cli.error(*words, *theirs[:2], "--resume")
-    said = cli.error("dequantize", model, tmp_path / "other", "--resume")
-    assert "--resume is for several files; give --max-shard-size as well" in said
     # One file takes the place of them all; what else the folder holds stays.
     (out / "notes.md").write_text("mine")
     cli(*words[:-2], "--force")
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "notes.md"]
 
 
-def test_only_the_same_command_resumes_an_interrupted_run(
-    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-):
-    """Files of another format of scales would be mixed with them, all under one header."""
-    out, whole = tmp_path / "folder", tmp_path / "whole"
-    words = ("--format", "mxfp4", "--shard-size", "1kB")
-    cli("quantize", model, whole, *words)
-    assert not (whole / stream.RECORD).exists()
-    write = files.write
-
-    def interrupted(path: Path, *rest: Any) -> None:
-        if path.name.startswith("model-00002"):
-            raise KeyboardInterrupt
-        write(path, *rest)
-
-    monkeypatch.setattr(files, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(["quantize", str(model), str(out), *words])
-    monkeypatch.setattr(files, "write", write)
-    made = partial_folder(out)
-    left = next(made.glob("*.safetensors"))
-    assert not out.exists() and str(model) not in (made / stream.RECORD).read_text()
-    assert "go on with --resume, or begin anew" in cli.error("quantize", model, out, *words)
-    said = cli.error("quantize", model, out, *words, "--resume", "--scales", "mse")
-    assert "was begun by another command: scales differ" in said and left.is_file()
-    before = left.stat().st_mtime_ns
-    cli("quantize", model, out, *words, "--resume")
-    assert (out / left.name).stat().st_mtime_ns == before and not made.exists()
-    assert not (out / stream.RECORD).exists()
-    assert {x.name: x.read_bytes() for x in out.glob("*.safetensors")} == {
-        x.name: x.read_bytes() for x in whole.glob("*.safetensors")
-    }
-    # Until another is whole, the one before stays; its files are not taken for those of a new run.
-    monkeypatch.setattr(files, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
-    assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
-    # What stands is replaced by --force alone; what was half written when a run was killed goes.
-    again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
-    monkeypatch.setattr(files, "write", write)
-    assert f"{out} is there already" in cli.error(*again)
-    (made / ".model-00002-of-00003.safetensors.x").write_text("half")
-    cli(*again, "--force")
-    assert not [path for path in (*out.glob(".*"), made) if path.exists()]
-    made.mkdir()
-    assert "no .mx_jax_resume.json" in cli.error("quantize", model, out, *words, "--resume")
-    for damaged in ("3", "{"):
-        (made / stream.RECORD).write_text(damaged)
-        assert str(made / stream.RECORD) in cli.error(*again)
+def test_a_dry_run_says_why_and_writes_nothing(model: Path, out: Path, cli: Cli):
+    text, _ = cli("quantize", model, out, "--format", "mxfp4", "--dry-run")
+    assert "weight_only(mxfp4)" in text and "kept by its rule" in text
+    assert "is int64; float32" in text and "1 of 3 layers converted" in text
+    assert not out.exists()
 
 
 def test_experts_need_an_axis_and_have_a_tensor_scale_each(
@@ -217,6 +179,19 @@ def test_a_rule_that_matches_nothing(model: Path, out: Path, rules: Any, cli: Cl
 # dequantize and convert ---------------------------------------------------------------------------
 
 
+def test_there_and_back_through_a_layout(model: Path, tmp_path: Path, cli: Cli):
+    ours, theirs, again, plain = (tmp_path / f"{name}.safetensors" for name in "abcd")
+    cli("quantize", model, ours, "--format", "mxfp4")
+    _, said = cli("convert", ours, theirs, "--to", "compressed-tensors")
+    assert f"{theirs}: mxfp4-pack-quantized, 4 tensors" in said
+    assert {"model.layers.0.up.weight_packed", "model.layers.0.up.weight_scale"} < {*values(theirs)}
+    cli("convert", theirs, again, "--to", "mx_jax")
+    assert_same_tensors(ours, again)
+    cli("dequantize", ours, plain, "--dtype", "float32")
+    expected = mx_jax.quantize(matrix(), "mxfp4", scale_rule="even").dequantize()
+    np.testing.assert_array_equal(values(plain)[UP], np.asarray(expected))
+
+
 def test_a_program_without_a_layout_for_the_format(model: Path, out: Path, cli: Cli):
     words = ("quantize", model, out, "--format", "mxint8", "--to", "modelopt")
     said = cli.error(*words)
@@ -267,7 +242,7 @@ def test_numbers_of_gguf_stay_what_they_are(tmp_path: Path, out: Path, cli: Cli)
         result = values(out)
         assert result["f"].tolist() == floats.tolist() and result["f"].dtype == np.float64
         assert result["i"].tolist() == integers.tolist() and result["i"].dtype == np.int64
-        assert {row["result"] for row in cli.json("diff", path, out)["tensors"]} == {"same"}
+        assert_same_tensors(path, out)
     assert cli.json("inspect", path)["tensors"][0]["amax"] == 1e300
     with pytest.raises(
         ValueError, match=r"f: has float64 values from 0.1 up to 1e\+300, which jax"
@@ -295,13 +270,13 @@ def test_values_above_the_largest_of_a_dtype_are_counted(tmp_path: Path, out: Pa
     assert "beyond 3.40282e+38" in cli.error("dequantize", path, out, "--force")
 
 
-@pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect", "diff"])
+@pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect"])
 def test_models_that_others_quantized(command: str, tmp_path: Path, out: Path, cli: Cli):
     """What nothing here reads is no plain model, whose `quantization_config` could go."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     safetensors.numpy.save_file({"up.qweight": np.ones((8, 8), np.int32)}, folder / files.WHOLE)
-    more = words_of(command, out, folder)
+    more = words_of(command, out)
     for key in ("quantization_config", "compression_config"):
         for method in ("gptq", "awq", "bitsandbytes"):
             (folder / "config.json").write_text(json.dumps({key: {"quant_method": method}}))
@@ -310,7 +285,7 @@ def test_models_that_others_quantized(command: str, tmp_path: Path, out: Path, c
     assert not out.exists()
 
 
-# inspect and diff ---------------------------------------------------------------------------------
+# inspect ---------------------------------------------------------------------------------
 
 
 def test_inspect_tells_what_a_divisor_multiplies_by(tmp_path: Path, cli: Cli):
@@ -350,82 +325,13 @@ def test_inspect(tmp_path: Path, cli: Cli):
         assert "no regular expression" in cli.error(*words, "--only", pattern)
 
 
-def test_diff_says_how_far(tmp_path: Path, cli: Cli):
-    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    one = mx_jax.quantize(np.ones((2, 64), np.float32), "mxfp4")
-    other = dataclasses.replace(one, codes=one.codes.at[0, 0].set(3))
-    nan = jnp.array([1.0, jnp.nan])
-    checkpoint.save(a, {"up": one, "nan": nan, "ids": jnp.arange(3), "gone": nan, "odd": nan})
-    checkpoint.save(
-        b, {"up": other, "nan": nan, "ids": jnp.arange(3).at[1].set(9), "new": nan, "odd": nan[:1]}
-    )
-    result = cli.json("diff", a, b, status=1)
-    rows = {row["name"]: row for row in result["tensors"]}
-    assert not result["equal"]
-    assert {name: row["result"] for name, row in rows.items()} == {
-        "up": "differs",
-        "nan": "same",
-        "ids": "differs",
-        "gone": "only in A",
-        "new": "only in B",
-        "odd": "other shape",
-    }
-    up = rows["up"]
-    assert (up["values"], up["codes"], up["scales"]) == (1, 1, 0)
-    assert up["max_error"] == pytest.approx(float(abs(other.dequantize() - 1).max()))
-    assert up["sqnr_db"] == pytest.approx(mx_jax.inspect.sqnr_db(one, other))
-    assert (rows["ids"]["values"], rows["ids"]["max_error"]) == (1, 8)
-    table, _ = cli("diff", a, b, status=1)
-    assert "6 tensors, 5 of them differ" in table and " nan " not in table
-    same, _ = cli("diff", a, a)
-    assert same == "5 the same\n"
-
-
-def numbers(*each: Any, dtype: str = "float32") -> np.ndarray:
-    return np.array(each, dtype)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "result"),
-    [
-        (numbers(0.0, np.nan), numbers(0.0, np.nan), "same"),
-        (numbers(0.0), numbers(-0.0), "same values"),
-        (numbers(1.0), numbers(1.0, dtype="float64"), "same values"),
-        (numbers(2**53 + 1, dtype="int64"), numbers(2.0**53, dtype="float64"), "differs"),
-        (numbers(2.0**53, dtype="float64"), numbers(2**53 + 1, dtype="int64"), "differs"),
-        (numbers(2**63 - 1, dtype="int64"), numbers(2.0**63, dtype="float64"), "differs"),
-        (numbers(-(2**63), dtype="int64"), numbers(-(2.0**63), dtype="float64"), "same values"),
-        (numbers(2**64 - 1, dtype="uint64"), numbers(-1, dtype="int64"), "differs"),
-        (numbers(2**63, dtype="uint64"), numbers(2.0**63, dtype="float64"), "same values"),
-        (numbers(7, dtype="int8"), numbers(7.5), "differs"),
-        (numbers(0, dtype="int8"), numbers(np.nan), "differs"),
-        (numbers(1 + 2j, dtype="complex64"), numbers(1 + 3j, dtype="complex64"), "differs"),
-    ],
-)
-def test_the_same_to_the_bit(a: np.ndarray, b: np.ndarray, result: str):
-    actual = difference("x", a, b)
-    assert (actual.result, actual.values) == (result, int(result == "differs"))
-
-
-def test_an_error_of_more_than_53_bits():
-    result = difference("x", numbers(2**53 + 1, dtype="int64"), numbers(2**53, dtype="int64"))
-    assert (result.result, result.max_error) == ("differs", 1)
-
-
-def test_the_same_codes_in_other_blocks(rng: np.random.Generator):
-    """Ones, under scales that are alike, along either axis: the same values, stored otherwise."""
-    ones = [mx_jax.quantize(np.ones((32, 32), np.float32), "mxfp4", axis=axis) for axis in (0, 1)]
-    assert difference("x", *ones).result == "same values"
-    assert difference("x", ones[0], ones[0]).result == "same"
-
-
 # Files that are not right -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect", "diff"])
+@pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect"])
 def test_files_that_are_damaged(command: str, model: Path, tmp_path: Path, out: Path, cli: Cli):
     bad = tmp_path / "bad.safetensors"
-    more = words_of(command, out, model)
+    more = words_of(command, out)
     assert str(bad) in cli.error(command, bad, *more)
     bad.write_bytes(model.read_bytes()[:-8])
     assert str(bad) in cli.error(command, bad, *more)
@@ -490,7 +396,8 @@ def test_a_folder_is_replaced_whole_or_not(
 
     def prepare() -> None:
         shutil.rmtree(out, ignore_errors=True)
-        shutil.rmtree(partial_folder(out), ignore_errors=True)
+        for left in tmp_path.glob(".*"):
+            shutil.rmtree(left)
         shutil.copytree(before, out)
 
     def check(last: str) -> None:

@@ -1,9 +1,6 @@
 """What other processes, signals and links may do to an output while a command writes it."""
 
-import errno
-import fcntl
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,6 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint import files
 from mx_jax.commands import main, stream
 from tests.checkpoint.killed import at_each_change
 from tests.cli.conftest import Cli
@@ -26,69 +22,6 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("out", ()),
-        ("out.safetensors", ("--force",)),
-        ("out", ("--max-shard-size", "1kB", "--force")),
-    ],
-)
-@pytest.mark.parametrize("missing", ["read", "check_output"])
-def test_an_output_that_another_process_writes(
-    missing: str, name: str, more: tuple[str, ...], model: Path, cli: Cli, monkeypatch: Any
-):
-    """Refused before anything is read; if it began after that, before anything is written."""
-    out = model.with_name(name)
-    made = stream.partial_folder(out)
-    made.mkdir()
-    (made / "model.safetensors").write_text("theirs")
-    handle = os.open(made, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    monkeypatch.setattr(stream, missing, lambda options: None)
-    try:
-        said = cli.error("quantize", model, out, "--format", "mxfp4", *more)
-    finally:
-        os.close(handle)
-    assert f"another process is writing to {out}; try again" in said
-    assert (made / "model.safetensors").read_text() == "theirs"
-
-
-@pytest.mark.parametrize("name", ["out.safetensors", "out"])
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("when", ["read", "write"])
-def test_an_output_that_appears_meanwhile_stays(
-    when: str, links: bool, name: str, model: Path, tmp_path: Path, cli: Cli, monkeypatch: Any
-):
-    """After it was looked for, and after all is written; on disks without hard links too."""
-    out = tmp_path / name
-    module, during = (stream, "read") if when == "read" else (files, "write")
-    act = getattr(module, during)
-
-    def meanwhile(*rest: Any) -> Any:
-        done = act(*rest)
-        if not out.exists():
-            checkpoint.save(out, {"theirs": np.ones(3, np.float32)}, max_shard_size=SIZE[name])
-        return done
-
-    def no_links(*_: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, during, meanwhile)
-        if not links:
-            patch.setattr(os, "link", no_links)
-        words = ("quantize", model, out, "--format", "mxfp4")
-        assert f"{out} is there already; replace it with --force" in cli.error(*words)
-    assert checkpoint.load(out).keys() == {"theirs"}
-    cli(*words, "--force")
-    assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
-
-
-# Of files in a folder; a file has none.
-SIZE = {"out.safetensors": None, "out": 100}
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path):
     """Stopped before and after every file operation; the next run leaves nothing of it."""
@@ -96,7 +29,8 @@ def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path)
     words = ["quantize", str(model), str(out), "--format", "mxfp4"]
 
     def prepare() -> None:
-        shutil.rmtree(stream.partial_folder(out), ignore_errors=True)
+        for left in tmp_path.glob(".*"):
+            left.unlink()
         out.unlink(missing_ok=True)
         if before:
             checkpoint.save(out, {"before": np.ones(3, np.float32)})
@@ -120,26 +54,20 @@ def test_one_file_beside_the_index_of_others(model: Path, tmp_path: Path, cli: C
     assert "json of other files" in said and not [*folder.glob(".*")]
 
 
-def test_nobody_begins_in_the_old_folder_while_it_is_removed(
+def test_a_folder_that_another_process_filled_meanwhile(
     model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
-    """Once it is replaced, it has the name under which another process would make its own."""
-    out, remove, tried = tmp_path / "out", shutil.rmtree, list[Path]()
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
+    out, write_beside = tmp_path / "out", stream._write_beside
 
-    def removing(path: Path) -> None:
-        handle = os.open(path, os.O_RDONLY)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(handle)
-        tried.append(path)
-        remove(path)
+    def filled(*rest: Any) -> None:
+        write_beside(*rest)
+        out.mkdir()
+        (out / "theirs.txt").write_text("theirs")
 
-    monkeypatch.setattr(shutil, "rmtree", removing)
-    cli("quantize", model, out, "--format", "mxfp4", "--force")
-    assert tried == [stream.partial_folder(out)] and not tried[0].exists()
-    assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]
+    monkeypatch.setattr(stream, "_write_beside", filled)
+    said = cli.error("quantize", model, out, "--format", "mxfp4")
+    assert f"{out} is there already; replace it with --force" in said
+    assert os.listdir(out) == ["theirs.txt"] and not [*tmp_path.glob(".*")]
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])

@@ -57,15 +57,15 @@ def _evaluated(jaxpr: Any, operands: Sequence[np.ndarray], flushes: bool) -> lis
         return x.val if isinstance(x, Literal) else values[x]
 
     for equation in jaxpr.eqns:
-        given = list(map(read, equation.invars))
+        inputs = list(map(read, equation.invars))
         name, (result,) = equation.primitive.name, equation.outvars
         flushed = _flushed if flushes and name not in MOVES else lambda x: x
-        given = list(map(flushed, given))
+        inputs = list(map(flushed, inputs))
         if name in NUMPY_TYPED:
-            values[result] = NUMPY_TYPED[name](*given, equation.params["new_dtype"])
+            values[result] = NUMPY_TYPED[name](*inputs, equation.params["new_dtype"])
         elif name == "broadcast_in_dim":
-            values[result] = np.broadcast_to(*given, equation.params["shape"])
+            values[result] = np.broadcast_to(*inputs, equation.params["shape"])
         else:
-            values[result] = NUMPY[name](*given)
+            values[result] = NUMPY[name](*inputs)
         values[result] = flushed(values[result])
     return list(map(read, jaxpr.outvars))

@@ -36,9 +36,9 @@ def test_split_and_merge(shape, blocks, counts, pieces, inside):
 
     @quick
     def there_and_back(x):
-        split_x, found = split(x, blocks)
-        axes.append(found)
-        return split_x, merge(split_x, shape, found)
+        split_x, axes_inside = split(x, blocks)
+        axes.append(axes_inside)
+        return split_x, merge(split_x, shape, axes_inside)
 
     split_x, merged = there_and_back(x)
     assert split_x.shape == pieces

@@ -79,9 +79,8 @@ def test_every_code_decodes_to_its_value():
 
 
 def test_bits_above_the_format_are_ignored():
-    for codes, element in ((jnp.uint8([0x07, 0x1F]), E2M1), (jnp.uint8([0xF7, 0x8F]), E2M1)):
-        low = codes & ((1 << element.bits) - 1)
-        assert_bitwise_equal(decode(codes, element), decode(low, element))
+    codes = jnp.uint8([0x07, 0x1F, 0xF7, 0x8F])
+    assert_bitwise_equal(decode(codes, E2M1), decode(codes & 15, E2M1))
 
 
 @pytest.mark.parametrize("saturate", [True, False])
@@ -201,9 +200,9 @@ def test_subnormals_round_to_zero_without_being_normalized(element: ElementForma
     normalizes = r"stablehlo\.convert .*xi32>\) -> tensor<\d+xf32>"
     texts = [run.lower(x).as_text() for run in codes]
     assert [bool(re.search(normalizes, text)) for text in texts] == [False, True]
-    found = codes[0](x)
-    assert np.array_equal(found, encode(x, element, exponent=jnp.zeros(x.shape, jnp.int32)))
-    assert not (np.asarray(found) & 127).any()
+    result = codes[0](x)
+    assert np.array_equal(result, encode(x, element, exponent=jnp.zeros(x.shape, jnp.int32)))
+    assert not (np.asarray(result) & 127).any()
 
 
 def patterns_under_scales(
@@ -281,8 +280,8 @@ def test_conversion_on_tpus(element: ElementFormat, rng: np.random.Generator):
     bits, _ = patterns_under_scales(element, rng)
     for x in (all_values(BFLOAT16).astype(np.float32), bits.view(np.float32)):
         with lowering(Lowering("tpu", converts_float8=True)):
-            found = jax.jit(lambda x: encode(x, element))(x)
-        assert_bitwise_equal(found, jax.jit(lambda x: encode(x, element))(x))
+            result = jax.jit(lambda x: encode(x, element))(x)
+        assert_bitwise_equal(result, jax.jit(lambda x: encode(x, element))(x))
 
 
 @pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
@@ -292,7 +291,7 @@ def test_decoding_on_accelerators(element: ElementFormat, platform: str):
     if element.bits < 8 and platform == "cuda":
         codes = codes[: 1 << element.bits]
     with lowering(Lowering(platform)):
-        found = by_numpy(
+        result = by_numpy(
             functools.partial(decode_bits, element=element), codes, flushes=platform == "tpu"
         )
-    assert_bitwise_equal(found, jax.jit(lambda codes: decode_bits(codes, element))(codes))
+    assert_bitwise_equal(result, jax.jit(lambda codes: decode_bits(codes, element))(codes))

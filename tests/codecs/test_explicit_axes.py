@@ -3,29 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mx_jax.codecs.explicit_axes import partitions, split_axes, vary_alike, varying
-
-
-def mesh(*types: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=types)
-
-
-def lies(function, *arrays: tuple[tuple[int, ...], PartitionSpec]) -> tuple:
-    """Shape and partitions of what a function gives of arrays that lie so on explicit axes."""
-    with jax.set_mesh(mesh(AxisType.Explicit, AxisType.Explicit)) as _:
-        given = [
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(_abstract(), spec))
-            for shape, spec in arrays
-        ]
-        out = jax.eval_shape(function, *given)
-    return out.shape, tuple(partitions(out.sharding, len(out.shape)))
-
-
-def _abstract():
-    return jax.sharding.get_abstract_mesh()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +24,11 @@ def _abstract():
     ],
 )
 def test_split(shape, spec, pieces, inside, parts):
-    assert lies(lambda x: split_axes(x, pieces, inside), (shape, spec)) == (pieces, parts)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        out = jax.eval_shape(lambda x: split_axes(x, pieces, inside), x)
+    assert (out.shape, tuple(partitions(out.sharding, len(out.shape)))) == (pieces, parts)
 
 
 def test_operands_vary_along_the_axes_of_all():

@@ -27,10 +27,8 @@ S = slice(None)
         ((np.array([True, False, True]),), "on axis=-3"),
         (([0, 1],), r"got \[0, 1\] on axis=-3"),
         ((0, np.array([0])), "got an array at position 1"),
-        ((np.array([0]), np.array([0])), "got an array at position 1"),
         ((None, np.array([0])), "got an array at position 1"),
-        ((0, S, np.array([0])), "takes ints, slices, None|takes slices only"),
-        ((np.int32(0), np.array([0])), "got an array at position 1"),
+        ((0, S, np.array([0])), "takes slices only"),
     ],
 )
 def test_refused(index: Any, message: str):
@@ -71,7 +69,7 @@ def test_what_would_cut_blocks(shape, blocks, wanted):
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted", "given", "spread", "after"),
+    ("shape", "wanted", "before", "spread", "after"),
     [
         # One for each matrix: its axis may move, be joined and be divided; others may too.
         ((2, 4, 32), (2, 1, 4, 32), (2, 1, 1), (2, 1, 1), (2, 1, 1, 1)),
@@ -83,9 +81,9 @@ def test_what_would_cut_blocks(shape, blocks, wanted):
         ((2, 4, 32), (2, 4, 32), (2, 1, 1), (2, 1, 1), (2, 1, 1)),
     ],
 )
-def test_tensor_scales_of_a_reshape(shape, wanted, given, spread, after):
-    found = reshape_blocks(wanted, shape, B, given)
-    assert (found.spread, found.tensor_scale) == (spread, after)
+def test_tensor_scales_of_a_reshape(shape, wanted, before, spread, after):
+    result = reshape_blocks(wanted, shape, B, before)
+    assert (result.spread, result.tensor_scale) == (spread, after)
 
 
 def test_a_tensor_scale_that_changes_within_blocks_is_cut():
@@ -97,12 +95,9 @@ def test_a_tensor_scale_that_changes_within_blocks_is_cut():
     ("shape", "wanted", "error"),
     [
         ((4, 64), (5, -1), ValueError),
-        ((4, 64), (-1, -1), ValueError),
         ((1, 1), (-1, -1), ValueError),
         ((4, 64), (0, -1), ValueError),
         ((4, 64), (-4, -64), ValueError),
-        ((4, 64), (-2, -1), ValueError),
-        ((4, 64), (-4, -64, 1), ValueError),
         ((4, 64), (4, 63), ValueError),
         ((4, 64), (4.0, 64), TypeError),
     ],

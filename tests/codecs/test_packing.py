@@ -48,12 +48,12 @@ def test_no_rows(bits: int):
     assert quick(lambda packed: unpack(packed, bits, 6))(packed).shape == (0, 6)
 
 
-@pytest.mark.parametrize(("bits", "length", "given"), [(4, 5, 2), (4, 3, 3), (6, 4, 4), (8, 2, 3)])
-def test_unpack_checks_the_length(bits: int, length: int, given: int):
+@pytest.mark.parametrize(("bits", "length", "size"), [(4, 5, 2), (4, 3, 3), (6, 4, 4), (8, 2, 3)])
+def test_unpack_checks_the_length(bits: int, length: int, size: int):
     expected = packed_length(length, bits)
-    message = rf"length={length} codes of bits={bits} take {expected} bytes, got .*\({given},\)$"
+    message = rf"length={length} codes of bits={bits} take {expected} bytes, got .*\({size},\)$"
     with pytest.raises(ValueError, match=message):
-        unpack(jnp.zeros(given, jnp.uint8), bits, length)
+        unpack(jnp.zeros(size, jnp.uint8), bits, length)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(128, 4), (1, 1), (130, 5), (256, 12), (0, 4)])

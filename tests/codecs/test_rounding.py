@@ -13,9 +13,9 @@ def test_names():
     for mode in ROUNDINGS:
         assert rounding_mode(mode.name) is mode
         assert rounding_mode(mode) is mode
-    own = stochastic(8)
-    assert rounding_mode(own) is own
-    assert repr(own) == "Rounding(stochastic)"
+    mine = stochastic(8)
+    assert rounding_mode(mine) is mine
+    assert repr(mine) == "Rounding(stochastic)"
     assert (
         [mode.random_bits for mode in ROUNDINGS]
         == [0, 0, 0, 16]

@@ -146,8 +146,8 @@ def test_a_quotient_of_float64s_is_the_nearest(rng: np.random.Generator):
     for x in (a, b, exact):
         whole &= (x == 0) | ~(np.abs(x) <= np.finfo(np.float32).tiny)
     assert whole.sum() > 1 << 19
-    found = np.asarray(jax.jit(by_float64)(a, b))
-    assert_bitwise_equal(found[whole], exact[whole], what="quotients", any_nan=True)
+    result = np.asarray(jax.jit(by_float64)(a, b))
+    assert_bitwise_equal(result[whole], exact[whole], what="quotients", any_nan=True)
 
 
 @pytest.mark.parametrize("units", (-5, -3, -1, 0, 1, 3, 5))
@@ -160,17 +160,17 @@ def test_a_near_quotient_becomes_the_nearest(units: int, rng: np.random.Generato
         normal &= np.isfinite(x) & (np.abs(x) >= np.finfo(np.float32).tiny)
     assert normal.sum() > 1 << 16
     near = np.where(normal, exact.view(np.int32) + units, exact.view(np.int32)).view(np.float32)
-    found = np.asarray(jax.jit(nearest_quotient)(near, a, b))
-    assert_bitwise_equal(found[normal], exact[normal], what="quotients")
+    result = np.asarray(jax.jit(nearest_quotient)(near, a, b))
+    assert_bitwise_equal(result[normal], exact[normal], what="quotients")
     # Nor does it touch anything special.
     special = ~(np.isfinite(a) & np.isfinite(b) & np.isfinite(exact))
-    assert_bitwise_equal(found[special], near[special], what="NaN and Inf")
+    assert_bitwise_equal(result[special], near[special], what="NaN and Inf")
 
 
 def test_only_gpus_divide_in_float64():
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    twice = jax.jit(lambda a, b: true_divide(true_divide(a, b), b)).trace(x, x)
-    text = twice.lower(lowering_platforms=("cuda",)).as_text()
+    nested = jax.jit(lambda a, b: true_divide(true_divide(a, b), b)).trace(x, x)
+    text = nested.lower(lowering_platforms=("cuda",)).as_text()
     # XLA for GPUs leaves out a conversion to float32 and back: the first quotient was not rounded.
     rounded = re.findall(r"stablehlo.reduce_precision .*format = e8m23 : tensor<8xf64>", text)
     assert len(rounded) == text.count("stablehlo.divide") == 2
@@ -183,11 +183,11 @@ def test_only_gpus_divide_in_float64():
     assert not any("f64" in text for text in texts.values())
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_lifting_by_products_on_gpus(asked: bool, rng: np.random.Generator):
+@pytest.mark.parametrize("is_lifted", [True, False])
+def test_lifting_by_products_on_gpus(is_lifted: bool, rng: np.random.Generator):
     x = rng.integers(0, 1 << 32, 1 << 16, dtype=np.uint64).astype(np.uint32).view(np.float32)
     x[:4096] = np.r_[:2048, (1 << 31) + np.arange(2048)].astype(np.uint32).view(np.float32)
-    x, where = x[np.isfinite(x)], np.array([asked])
+    x, where = x[np.isfinite(x)], np.array([is_lifted])
     # What is lowered came lifted, from 2^-100 at most.
     bits = np.where(np.abs(x) > 2.0**-126, x, 1).view(np.int32)
     lifted, lowered = jax.jit(lift)(x, where), jax.jit(lower)(bits, where)

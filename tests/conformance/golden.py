@@ -80,7 +80,7 @@ class Case:
       name: name of the scales without "scale_".
       source: (file, array) of the input.
       options: what `mx_jax.quantize` takes besides the tensor.
-      given_scale: name of the tensor scale to pass, or None.
+      tensor_scale_name: name of the tensor scale to pass, or None.
       outputs: name of each array to reproduce, by what it is: scales, codes, values, tensor_scale.
     """
 
@@ -88,14 +88,16 @@ class Case:
     name: str
     source: tuple[str, str]
     options: dict[str, Any]
-    given_scale: str | None
+    tensor_scale_name: str | None
     outputs: dict[str, str]
 
     def quantize(self, x: jax.Array) -> mx_jax.MXArray:
         """Quantize the input the case's way, through the public function."""
-        name = self.given_scale
-        given = None if name is None else jnp.asarray(arrays(self.file)[name].view(np.float32))
-        return mx_jax.quantize(x, tensor_scale=given, **self.options)
+        name = self.tensor_scale_name
+        tensor_scale = (
+            None if name is None else jnp.asarray(arrays(self.file)[name].view(np.float32))
+        )
+        return mx_jax.quantize(x, tensor_scale=tensor_scale, **self.options)
 
     def check(self, what: str, actual: Any) -> None:
         """Compare one output; any NaN is as good as another (MANIFEST: compare with isnan)."""
@@ -111,24 +113,24 @@ class Case:
 @functools.cache
 def cases() -> tuple[Case, ...]:
     """Every case of every file, in the files' order."""
-    found = []
+    result = []
     for file in FILES:
         kind = file.partition("_")[0].removesuffix(".npz")
         for name in arrays(file):
             match = _NAMES[kind].fullmatch(name) if kind in _NAMES else None
             if match is not None:
-                found.append(_case(file, name.removeprefix("scale_"), match.groupdict()))
-    return tuple(found)
+                result.append(_case(file, name.removeprefix("scale_"), match.groupdict()))
+    return tuple(result)
 
 
 def _case(file: str, name: str, parts: dict[str, str]) -> Case:
     outputs = {"scales": f"scale_{name}", "codes": f"codes_{name}"}
-    given = None
+    tensor_scale = None
     if "level" in parts:
         source = file, f"in_{parts['input']}"
         options: dict[str, Any] = {"format": NVFP4_ONE_LEVEL if parts["level"] == "l1" else NVFP4}
         if parts["level"] in ("arb", "two"):
-            given = f"pts_{name}"
+            tensor_scale = f"pts_{name}"
         elif parts["level"] == "amax":
             outputs["tensor_scale"] = f"pts_{name}"
     else:
@@ -149,7 +151,7 @@ def _case(file: str, name: str, parts: dict[str, str]) -> Case:
             source = file.replace("rounding", "edges"), f"in_{parts['format']}_{parts['input']}"
     if f"deq_{name}" in arrays(file):
         outputs["values"] = f"deq_{name}"
-    return Case(file, name, source, options, given, outputs)
+    return Case(file, name, source, options, tensor_scale, outputs)
 
 
 @functools.cache
@@ -181,7 +183,7 @@ def reproduce(cases: tuple[Case, ...], x: jax.Array) -> dict[str, dict[str, jax.
     groups: dict[tuple[BlockFormat, bool], list[str]] = {}
     for case in cases:
         if "values" in case.outputs:
-            groups.setdefault((case.options["format"], case.given_scale is None), []).append(
+            groups.setdefault((case.options["format"], case.tensor_scale_name is None), []).append(
                 case.name
             )
     for names in groups.values():

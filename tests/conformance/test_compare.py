@@ -44,20 +44,13 @@ def test_equal_arrays_of_any_kind_pass():
             "it: 1 of 1 elements differ, the first at []: actual 0x07 (7), expected 0x08 (8)",
         ),
         (
-            np.array([1.5], ml_dtypes.bfloat16),
-            np.array([-2], ml_dtypes.bfloat16),
-            "it: 1 of 1 elements differ, the first at [0]: "
-            "actual 0x3FC0 (1.5), expected 0xC000 (-2.0)",
-        ),
-        (
             np.zeros(2, np.uint8),
             np.zeros(2, np.int8),
             "it: dtypes differ: actual uint8, expected i",
         ),
         (np.zeros((2, 1)), np.zeros(2), "it: shapes differ: actual (2, 1), expected (2,)"),
-        (np.zeros(0), np.zeros(1), "it: shapes differ: actual (0,), expected (1,)"),
     ],
-    ids=["values", "zeros", "scalar", "bfloat16", "dtype", "shape", "empty"],
+    ids=["values", "zeros", "scalar", "dtype", "shape"],
 )
 def test_differences_are_described(actual, expected, message: str):
     with pytest.raises(AssertionError, match=re.escape(message)):

@@ -69,8 +69,8 @@ def test_every_array_is_visited_once():
         count[source] += 1
         for case in cases:
             count.update((case.file, name) for name in case.outputs.values())
-            if case.given_scale is not None:
-                count[case.file, case.given_scale] += 1
+            if case.tensor_scale_name is not None:
+                count[case.file, case.tensor_scale_name] += 1
     everything = {(file, name) for file in golden.FILES for name in golden.arrays(file)}
     assert everything - count.keys() == set(), "arrays that no test compares"
     assert count.keys() - everything == set(), "arrays that tests name but no file holds"
@@ -170,7 +170,7 @@ def test_dequantize_every_code_under_every_scale(mode: Callable):
 
 
 @MODES
-def test_stochastic_rounding_with_given_bits(mode: Callable):
+def test_stochastic_rounding_by_stored_bits(mode: Callable):
     stored = arrays("stochastic.npz")
     inputs = {
         key: (from_bits(stored[x]), stored[random].astype(np.int32))

@@ -1,8 +1,7 @@
-"""docs/ builds without a warning, and the examples in README.md and docs/ do what they show."""
+"""The examples in README.md and docs/ do what they show, and links lead somewhere."""
 
 import doctest
 import re
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,37 +9,12 @@ from typing import Any
 import pytest
 from markdown.extensions.toc import slugify
 
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT
 
 PACKAGE = ROOT / "mx_jax"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Tabs indent what they show.
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-
-
-def build(site: Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "mkdocs", "build", "--strict", "-d", site)
-
-
-def test_docs_build(tmp_path: Path):
-    result = build(tmp_path / "site")
-    assert result.returncode == 0, result.stdout + result.stderr
-    references = list((tmp_path / "site" / "api").glob("*/index.html"))
-    assert len(references) > 5
-    for reference in references:
-        # An example under a heading that the builder does not know is run into a quotation.
-        html = reference.read_text()
-        assert "<blockquote>" not in html and "&gt;&gt;&gt; " in html, reference
-    # What the theme's button copies is what site.css does not hide meanwhile.
-    scripts = (tmp_path / "site" / "assets" / "javascripts").glob("bundle.*.js")
-    assert "data-md-copying" in next(scripts).read_text()
-    assert "[data-md-copying] .gp" in (tmp_path / "site" / "site.css").read_text()
-    for page in (tmp_path / "site").rglob("index.html"):
-        prompts = page.read_text().replace('<span class="gp">&gt;&gt;&gt; </span>', "")
-        assert "&gt;&gt;&gt; " not in prompts, page
-        # An anchor that a heading names is no part of what one reads.
-        headings = re.findall(r"<h[1-4][^>]*>(.*?)<", page.read_text())
-        assert not [text for text in headings if "{" in text], page
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
@@ -50,7 +24,7 @@ OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "custo
 
 def broken_links(page: Path, text: str | None = None) -> list[str]:
     """Links to files that are not there, and to headings that these do not have."""
-    found = []
+    broken = []
     for path, anchor in LINK.findall(page.read_text() if text is None else text):
         target = (page.parent / path).resolve() if path else page
         if target.is_file() and target.suffix == ".md":
@@ -59,8 +33,8 @@ def broken_links(page: Path, text: str | None = None) -> list[str]:
         else:
             anchors = set()
         if not target.exists() or (anchor and anchor not in anchors):
-            found.append(f"{path}#{anchor}")
-    return found
+            broken.append(f"{path}#{anchor}")
+    return broken
 
 
 @pytest.mark.parametrize("page", OUTSIDE)

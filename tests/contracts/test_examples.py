@@ -22,14 +22,14 @@ def public() -> dict[str, Any]:
     """What is pinned, and what the reference shows of `nn.linen` and `nn.nnx`."""
     pages = (page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
     names = {pair for page in pages for pair in SHOWN.findall(page)}
-    names |= {(module, name) for module, own in PUBLIC.items() for name in own}
+    names |= {(module, name) for module, known in PUBLIC.items() for name in known}
     # `mx_jax.inspect.capture` is a module and, in its package, a function.
     modules = {module: importlib.import_module(module) for module, _ in names}
     return {f"{module}.{name}": getattr(modules[module], name) for module, name in names}
 
 
 @functools.cache
-def found_in(module: str) -> frozenset[str]:
+def names_with_examples(module: str) -> frozenset[str]:
     """Names of a module of which doctest runs an example."""
     tests = doctest.DocTestFinder().find(sys.modules[module])
     return frozenset(test.name for test in tests if runs(test))
@@ -41,23 +41,14 @@ def runs(test: doctest.DocTest) -> bool:
 
 def described(names: dict[str, Any]) -> dict[str, Any]:
     """Classes and functions of this library among them."""
-    own = {name: x for name, x in names.items() if inspect.isclass(x) or inspect.isroutine(x)}
+    kept = {name: x for name, x in names.items() if inspect.isclass(x) or inspect.isroutine(x)}
     # A policy for jax.checkpoint is JAX's function, described where it is assigned.
-    return {name: x for name, x in own.items() if x.__module__.startswith(("mx_jax", "tests"))}
-
-
-def without_example(names: dict[str, Any]) -> list[str]:
-    """Those that have none."""
-    return sorted(
-        name
-        for name, x in described(names).items()
-        if f"{x.__module__}.{x.__qualname__}" not in found_in(x.__module__)
-    )
+    return {name: x for name, x in kept.items() if x.__module__.startswith(("mx_jax", "tests"))}
 
 
 def below_assignments() -> dict[str, str]:
     """What is said of values below them, which doctest does not look at, if it has an example."""
-    found = {}
+    texts = {}
     for path in sorted((ROOT / "mx_jax").rglob("*.py")):
         body = ast.parse(path.read_text()).body
         for before, node in itertools.pairwise(body):
@@ -66,14 +57,18 @@ def below_assignments() -> dict[str, str]:
                     ast.Assign(targets=[ast.Name(id=name)]),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ) if ">>>" in text:
-                    found[f"{path.relative_to(ROOT)}: {name}"] = text
-    return found
+                    texts[f"{path.relative_to(ROOT)}: {name}"] = text
+    return texts
 
 
 def test_every_public_name_has_an_example():
     names = public()
     assert len(names) > 180, "not much is public"
-    assert without_example(names) == []
+    assert [
+        name
+        for name, x in described(names).items()
+        if f"{x.__module__}.{x.__qualname__}" not in names_with_examples(x.__module__)
+    ] == []
 
 
 def test_the_reference_shows_them():

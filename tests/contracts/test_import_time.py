@@ -9,8 +9,8 @@ start = time.process_time()
 import jax, flax.linen, flax.nnx
 others = time.process_time()
 import mx_jax
-own = time.process_time()
-print(others - start, own - others)
+ours = time.process_time()
+print(others - start, ours - others)
 """
 CHECKED = f"""
 from jax._src import xla_bridge

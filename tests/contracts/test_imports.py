@@ -3,7 +3,6 @@
 The contracts themselves are in pyproject.toml, under `tool.importlinter`.
 """
 
-import ast
 import graphlib
 import re
 import shutil
@@ -41,7 +40,7 @@ VIOLATIONS = {
         "formats/layers.py": "import flax",
     },
     "flax-only-in-nn": {"ops/layers.py": "import flax.linen as nn"},
-    "pytest-only-in-testing": {"ops/tested.py": "import pytest"},
+    "no-pytest": {"ops/tested.py": "import pytest"},
     "nobody-imports-the-front-door": {"codecs/planted.py": "import mx_jax"},
 }
 
@@ -55,9 +54,9 @@ run()
 """
 
 
-def lint_imports(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter on the package and the contracts that lie in `folder`."""
-    return run_python("-c", PROGRAM, "--no-logo", "--no-cache", *options, cwd=folder, COLUMNS="200")
+    return run_python("-c", PROGRAM, "--no-logo", "--no-cache", cwd=folder, COLUMNS="200")
 
 
 def test_contracts_hold():
@@ -66,23 +65,25 @@ def test_contracts_hold():
     assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in result.stdout
 
 
-def test_planted_violations_are_found(tmp_path: Path):
-    """Each by its contract, in a copy of the package that passes without them."""
+def test_planted_violations_are_reported(tmp_path: Path):
+    """Each by its contract, in a copy of the package."""
     shutil.copytree(
         ROOT / "mx_jax", tmp_path / "mx_jax", ignore=shutil.ignore_patterns("__pycache__")
     )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    assert lint_imports(tmp_path).returncode == 0
     for module, line in (pair for planted in VIOLATIONS.values() for pair in planted.items()):
         with (tmp_path / "mx_jax" / module).open("a") as file:
             file.write(f"\n{line}\n")
+    text = lint_imports(tmp_path).stdout
+    assert f"Contracts: 0 kept, {len(CONTRACTS)} broken." in text
+    reports = text.partition("Broken contracts\n")[2]
     for contract in CONTRACTS:
-        result = lint_imports(tmp_path, "--contract", contract["id"])
-        assert result.returncode == 1, result.stdout + result.stderr
+        rest = reports.partition(f"\n{contract['name']}\n")[2]
+        report = re.split(r"^-{10,}$", rest, flags=re.MULTILINE)[1]
         for module in VIOLATIONS[contract["id"]]:
             name = module.removesuffix(".py").replace("/", ".")
-            actual = re.search(rf"^- +mx_jax\.{name}( ->.*)?$", result.stdout, re.MULTILINE)
-            assert actual, f"{contract['id']}, {name}: {result.stdout}"
+            violation = rf"^- +mx_jax\.{name}( ->.*)?$"
+            assert re.search(violation, report, re.MULTILINE), f"{contract['id']}, {name}: {text}"
 
 
 def circle(graph: grimp.ImportGraph) -> list[str]:
@@ -101,19 +102,6 @@ def test_no_imports_go_in_a_circle():
     # Two modules of one layer, where no contract says which is the lower.
     graph.add_import(
         importer="mx_jax.backends.pallas_gpu.layouts",
-        imported="mx_jax.backends.pallas_gpu.architecture",
+        imported="mx_jax.backends.pallas_gpu.tiles",
     )
     assert "mx_jax.backends.pallas_gpu.layouts" in circle(graph)
-
-
-def equations_read(text: str) -> list[str]:
-    """Where code looks into a jaxpr."""
-    inner = ("eqns", "jaxprs_in_params", "constvars")
-    names = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(text)))
-    return [name for name in names if name in inner]
-
-
-def test_only_one_package_looks_into_programs():
-    files = [path for path in (ROOT / "mx_jax").rglob("*.py") if path.parent.name != "jaxpr"]
-    assert len(files) > 100 and equations_read("def f(x):\n    return x.jaxpr.eqns") == ["eqns"]
-    assert not {path for path in files if equations_read(path.read_text())}

@@ -43,14 +43,9 @@ def test_commands_name_what_exists(command: str):
     assert all((ROOT / script).exists() for script in re.findall(r"\S+\.py\b", command))
 
 
-def show_ci_command(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [folder / ".ci" / "run", "--show"], capture_output=True, text=True, check=False
-    )
-
-
 def test_ci_runs_the_command_of_the_readme():
-    result = show_ci_command(ROOT)
+    command = [ROOT / ".ci" / "run", "--show"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == TESTS + "\n"
 

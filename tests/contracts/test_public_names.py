@@ -27,7 +27,7 @@ PUBLIC = {
         load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
-        AutoFilter CacheFormat Conv Decision DotGeneral Layer RaggedDot Report Rule
+        AutoFilter Conv Decision DotGeneral Layer RaggedDot Report Rule
         UnusedRuleWarning function gains linen nnx original report
         weights weights_report
     """,

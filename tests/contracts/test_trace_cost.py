@@ -30,7 +30,7 @@ RECIPES = (
     *("mxfp8", "mxfp4", "nvfp4", "float8_rowwise"),
     *("mxfp4_stochastic", "nvfp4_pretraining", "nvfp4_four_over_six"),
 )
-# The machine does other things too: the better round counts.
+# The machine does other things too: those above their limits get another round.
 ROUNDS = 2
 # Of float32's CPU time to trace.
 MOST_TIMES = 2
@@ -72,20 +72,25 @@ def seconds(recipe: str | None) -> np.ndarray:
     return np.array([traced_after, time.process_time() - start])
 
 
-def ratios(measured: Callable[[str | None], Any], recipes: Iterable[str]) -> dict[str, Any]:
-    """What each recipe takes over what float32 does, in its best round."""
-    rounds = [{r: measured(r) for r in (None, *recipes)} for _ in range(ROUNDS)]
-    return {r: np.min([each[r] / each[None] for each in rounds], axis=0) for r in recipes}
+def above(
+    measured: Callable[[str | None], Any], recipes: Iterable[str], limits: Any
+) -> dict[str, Any]:
+    """Ratios to float32's, of recipes that no round finds within the limits."""
+    result: dict[str, Any] = dict.fromkeys(recipes)
+    for _ in range(ROUNDS):
+        plain = measured(None)
+        rounds = {recipe: measured(recipe) / plain for recipe in result}
+        result = {recipe: each for recipe, each in rounds.items() if np.any(each > limits)}
+        if not result:
+            break
+    return result
 
 
 @pytest.mark.slow
 @needs_library
 def test_tracing_and_compiling_cost_little_more_than_float32s():
     with compilation_cache_off():
-        result = ratios(seconds, RECIPES)
-    assert all((each <= [MOST_TIMES, MOST_TIMES_COMPILED]).all() for each in result.values()), (
-        result
-    )
+        assert above(seconds, RECIPES, np.array([MOST_TIMES, MOST_TIMES_COMPILED])) == {}
 
 
 DEPTH = 24
@@ -126,8 +131,8 @@ def compile_seconds(how: str, recipe: str | None) -> float:
 @pytest.mark.parametrize("how", MOST_TIMES_OF_MANY)
 def test_many_layers_compile_like_float32s(how: str):
     with compilation_cache_off():
-        result = ratios(functools.partial(compile_seconds, how), MANY)
-    assert all(ratio <= MOST_TIMES_OF_MANY[how] for ratio in result.values()), result
+        result = above(functools.partial(compile_seconds, how), MANY, MOST_TIMES_OF_MANY[how])
+    assert result == {}
 
 
 @pytest.mark.parametrize("recipe", MOST_LINES)
@@ -170,5 +175,4 @@ def seconds_for_a_gpu(recipe: str | None) -> float:
 
 @pytest.mark.slow
 def test_lowering_for_a_gpu_costs_a_few_times_float32s():
-    result = ratios(seconds_for_a_gpu, MOST_GPU_LINES)
-    assert max(result.values()) <= MOST_TIMES_FOR_A_GPU, result
+    assert above(seconds_for_a_gpu, MOST_GPU_LINES, MOST_TIMES_FOR_A_GPU) == {}

@@ -27,7 +27,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -192,18 +191,15 @@ def pallas_product() -> Iterator[Run]:
     recipe = mx_jax.recipes.weight_only("mxfp4")
     x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
     kernel = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
-    weights = jax.eval_shape(lambda kernel: mx_jax.quantize(kernel, "mxfp4", axis=0), kernel)
+
+    def pack(kernel: jax.Array) -> Any:
+        return mx_jax.pack_weights(mx_jax.quantize(kernel, "mxfp4", axis=0))
 
     def product(x: jax.Array, weights: Any) -> jax.Array:
         return mx_jax.matmul(x, weights, recipe=recipe)
 
-    with (
-        mx_jax.testing.target("cuda", (9, 0)),
-        mx_jax.only_backend("pallas_gpu"),
-        warnings.catch_warnings(),
-    ):
-        # The walk is that of weights which are laid out on the way.
-        warnings.filterwarnings("ignore", message=".*mx_jax.pack_weights")
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+        weights = jax.eval_shape(pack, kernel)
         yield lambda: jax.jit(product).trace(x, weights).lower(lowering_platforms=("cuda",))
 
 

@@ -1,6 +1,5 @@
 """Rules, filters and the report, without a model."""
 
-import io
 import re
 from typing import Any
 
@@ -8,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, gains
@@ -161,13 +159,6 @@ class TestReport:
             "1 of 3 layers converted",
             "rule 1 ('z') matched nothing",
         ]
-
-    def test_rich(self):
-        file = io.StringIO()
-        console = Console(width=120, file=file)
-        console.print(REPORT)
-        text = file.getvalue()
-        assert all(word in text for word in ("a/up", "64x128", "mxfp8", "rule 1 ('z') matched"))
 
     def test_a_linen_report_takes_flags_shapes_and_methods(self):
         class Model(nn.Module):

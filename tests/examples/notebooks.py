@@ -57,11 +57,8 @@ def _run(source: str, number: int, namespace: dict[str, Any]) -> list[dict[str, 
     if text := printed.getvalue():
         outputs.append({"output_type": "stream", "name": "stdout", "text": _lines(text)})
     if value is not None:
-        data = {"text/plain": _lines(repr(value))}
-        if html := getattr(value, "_repr_html_", lambda: None)():
-            data = {"text/html": _lines(html), **data}
-        kind = {"output_type": "execute_result", "execution_count": number}
-        outputs.append({**kind, "data": data, "metadata": {}})
+        kind = {"output_type": "execute_result", "execution_count": number, "metadata": {}}
+        outputs.append({**kind, "data": {"text/plain": _lines(repr(value))}})
     return [*outputs, *_figures()]
 
 
@@ -85,7 +82,7 @@ def _lines(text: str) -> list[str]:
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     """Where the texts of two outputs differ; numbers may by one in the last digit, or by 2 %."""
-    for name in ("text", "text/plain", "text/html"):
+    for name in ("text", "text/plain"):
         one, other = ("".join({**x, **x.get("data", {})}.get(name, "")) for x in (old, new))
         if NUMBER.sub("0", _spaced(one)) != NUMBER.sub("0", _spaced(other)):
             return f"{one!r} is now {other!r}"

@@ -13,7 +13,7 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import only_backend, prefer_backends, with_backends
-from mx_jax.backends.target import Backend, Offer
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.extending.four_rows import FOUR_ROWS
@@ -22,33 +22,31 @@ SMALL = QuantizeCase(format=formats.MXFP4, shape=(4, 64))
 LARGE = QuantizeCase(format=formats.MXFP4, shape=(8, 64))
 
 
+# One function: what is added is part of jit's cache key.
+CAST = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes)
+
+
 def program(rows: int) -> str:
-    return mx_jax_cast.lower(jnp.ones((rows, 64))).as_text()
+    return CAST.lower(jnp.ones((rows, 64))).as_text()
 
 
-@jax.jit
-def mx_jax_cast(x):
-    return mx_jax.quantize(x, "mxfp4").codes
-
-
-def test_it_is_asked_first_and_run_while_it_is_there():
+def test_it_comes_first_while_it_is_there():
     with with_backends(FOUR_ROWS):
         assert "optimization_barrier" in program(4)
         assert "optimization_barrier" not in program(8)
-    # Also after it: the addition is part of jit's cache key.
     assert "optimization_barrier" not in program(4)
 
 
 def test_it_is_explained():
     with with_backends(FOUR_ROWS), mx_jax.testing.target("tpu"):
-        taken, left = (
+        accepted, left = (
             str(mx_jax.inspect.explain(mx_jax.cast, jnp.ones((rows, 64)), "mxfp4"))
             for rows in (4, 8)
         )
-    assert "blocks of 32 along axis -1 -> four_rows\n" in taken
+    assert "blocks of 32 along axis -1 -> four_rows\n" in accepted
     assert "  not four_rows: needs 4 rows, got shape=(8, 64)" in left
     # What is not in its table is not offered, and one place says so.
-    assert "  not four_rows, xla, xla_scaled" in taken and ": does not implement Deq" in taken
+    assert "  not four_rows, xla, xla_scaled" in accepted and ": does not dequantize" in accepted
 
 
 def test_it_has_a_name_like_any_other():
@@ -73,7 +71,7 @@ def test_the_suite_checks_it():
     def promise(call, target):
         return isinstance(call, QuantizeCall) and call.shape[0] == 4
 
-    cpu = backend_suite.TARGETS[0]
+    cpu = Target(platform="cpu")
     assert backend_suite.check_answer(FOUR_ROWS, promise, SMALL.call, cpu)
     assert not backend_suite.check_answer(FOUR_ROWS, promise, LARGE.call, cpu)
     product = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4).call
@@ -82,21 +80,19 @@ def test_the_suite_checks_it():
     backend_suite.check_quantize(FOUR_ROWS, SMALL)
 
 
-def test_one_that_is_traced_in_place_gets_random_bits():
+def test_one_that_takes_no_keys_gets_random_bits():
     """Keys are for those that say so."""
-    found = []
+    dtypes = []
 
     def run(x, bits, tensor_scale, call):
-        found.append(bits.dtype)
+        dtypes.append(bits.dtype)
         return REFERENCE.run(call, x, bits, tensor_scale)
 
-    offer = Offer(
-        call=QuantizeCall, rejects=lambda call, target: None, run=run, trace_in_place=True
-    )
-    own = Backend(name="own", epsilon_bound=2.0, table=(offer,))
+    offer = Offer(call=QuantizeCall, rejects=lambda call, target: None, run=run)
+    backend = Backend(name="own", epsilon_bound=2.0, table=(offer,))
     x, key = jnp.ones((8, 32)), jax.random.key(7)
     cast = lambda x, key: mx_jax.quantize(x, "mxfp4", rounding="stochastic", key=key).codes  # noqa: E731
-    with with_backends(own), mx_jax.testing.target("cpu"):
+    with with_backends(backend), mx_jax.testing.target("cpu"):
         codes = jax.jit(cast)(x, key)
-    assert found == [jnp.int32]
+    assert dtypes == [jnp.int32]
     assert (codes == jax.jit(cast)(x, key)).all()

@@ -44,8 +44,8 @@ def test_scales(format: BlockFormat, rng: np.random.Generator):
     np.testing.assert_array_equal(q.scales, expected)
     with mx_jax.only_backend("reference"):
         low = np.asarray(mx_jax.quantize(x, format, scale_rule="floor").scales)
-    taken = np.asarray(q.scales).astype(int) - low
-    assert set(taken.ravel()) == {0, 1}  # no rule of its own if it always took the same
+    steps = np.asarray(q.scales).astype(int) - low
+    assert set(steps.ravel()) == {0, 1}  # no rule of its own if it always took the same
 
 
 def test_special_blocks():

@@ -20,8 +20,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fingerprint", description=__doc__)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a program's name")
     parser.add_argument("--write", action="store_true", help="record what there is now")
-    given = parser.parse_args()
-    chosen = [n for n in PROGRAMS if not given.patterns or any(p in n for p in given.patterns)]
+    arguments = parser.parse_args()
+    chosen = [
+        n for n in PROGRAMS if not arguments.patterns or any(p in n for p in arguments.patterns)
+    ]
     known = recorded() if EXPECTED.exists() else {}
     changed = 0
     for name in chosen:
@@ -32,12 +34,12 @@ def main() -> int:
             print(f"{name}: {line}", flush=True)
         known[name] = record
     print(f"{changed} of {len(chosen)} programs differ")
-    if given.write:
+    if arguments.write:
         entries = ",\n".join(
             f"  {json.dumps(name)}: {json.dumps(known[name])}" for name in PROGRAMS if name in known
         )
         EXPECTED.write_text(f"{{\n{entries}\n}}\n")
-    return int(bool(changed) and not given.write)
+    return int(bool(changed) and not arguments.write)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is recorded of a program: the bits of its results, what devices exchange, what it calls."""
+"""Records of programs: bits of results, bytes between devices, kernels."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from mx_jax.backends.cpu_ffi.library import Library
 from mx_jax.testing.compare import bit_patterns
 from tests.fingerprint.programs import PROGRAMS, Program
 from tests.needs import LOADED
-from tests.quick import OPTIONS
+from tests.quick import OPTIONS, lowered
 from tests.sharding.collectives import collectives
 
 EXPECTED = Path(__file__).with_name("expected.json")
@@ -61,8 +61,7 @@ def _run(program: Program) -> Record:
 def _lower(program: Program) -> Record:
     """Backends, and calls and products of the lowered program, of a machine that is not there."""
     explained = mx_jax.inspect.explain(program.run, *program.operands)
-    traced = jax.jit(program.run).trace(*program.operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(program.run, *program.operands, platform="cuda")
     products = [
         "{} x {} -> {}".format(*(shape.rpartition("x")[2] for shape in shapes))
         for shapes in _PRODUCT.findall(text)
@@ -71,8 +70,8 @@ def _lower(program: Program) -> Record:
     return {"backends": _counted(backends), "lowered": _counted(_CALL.findall(text) + products)}
 
 
-def _counted(found: list[str]) -> dict[str, int]:
-    return dict(sorted(Counter(found).items()))
+def _counted(names: list[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
 
 
 def _bits(array: Any) -> str:

@@ -150,8 +150,8 @@ def _recipe(name: str) -> Program:
     peak = peak_of(recipe)
     sizes = (64, 64, 64) if peak > 2 else (128, 256, 128)
     key = (np.uint32(KEY),) if recipe.is_stochastic else ()
-    given = (*operands(*sizes, peak=peak), *key)
-    return Program(matmul_step(recipe), given, rounded=_ROUNDED.get(name, ()))
+    arguments = (*operands(*sizes, peak=peak), *key)
+    return Program(matmul_step(recipe), arguments, rounded=_ROUNDED.get(name, ()))
 
 
 @rows(["mxfp8", "mxfp4", "mxint8"], "matmul, partial blocks, bfloat16:")
@@ -210,8 +210,10 @@ def _einsum(subscripts: str) -> Program:
     sizes = dict(b=2, t=32, s=32, d=64, h=2, k=32)
     inputs, out = subscripts.split("->")
     shapes = [tuple(sizes[c] for c in term) for term in (*inputs.split(","), out)]
-    given = [drawn(seed, *shape) for seed, shape in enumerate(shapes)]
-    return Program(step(lambda x, w: mx_jax.einsum(subscripts, x, w, recipe="mxfp8")), tuple(given))
+    arguments = [drawn(seed, *shape) for seed, shape in enumerate(shapes)]
+    return Program(
+        step(lambda x, w: mx_jax.einsum(subscripts, x, w, recipe="mxfp8")), tuple(arguments)
+    )
 
 
 @row("vmap over scan: mxfp4")
@@ -376,7 +378,7 @@ def _converted_weights() -> Program:
 @row("converted function with scan: mxfp8")
 def _function() -> Program:
     def fn(w: Any, x: Any) -> Any:
-        return lax.scan(lambda x, own: (x, jax.nn.relu(x @ own)), x, w)[1]
+        return lax.scan(lambda x, matrix: (x, jax.nn.relu(x @ matrix)), x, w)[1]
 
     run = convert.function(fn, convert.Rule(".*", "mxfp8"), weights=0)
     return Program(run, (drawn(1, 2, 64, 64), drawn(0, 32, 64)))
@@ -414,11 +416,11 @@ def mesh_of(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2)) -> 
 
 
 def on_mesh(
-    run: Any, given: Any, specs: Any, results: Any = None, mesh: Any = None, **options: Any
+    run: Any, arrays: Any, specs: Any, results: Any = None, mesh: Any = None, **options: Any
 ) -> Program:
     mesh = mesh or mesh_of()
     placed = []
-    for array, spec in zip(given, specs, strict=True):
+    for array, spec in zip(arrays, specs, strict=True):
         put = device_put if isinstance(array, Quantized) else jax.device_put
         placed.append(put(array, NamedSharding(mesh, spec)))
     if results is not None:
@@ -477,18 +479,18 @@ def _experts() -> Program:
         step(multiply), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False
     )
     sizes = np.array([10, 20, 2, 0, 5, 0, 17, 10], np.int32)
-    given = drawn(0, 64, 64), drawn(1, 4, 64, 32), drawn(2, 64, 32), sizes
-    return on_mesh(run, given, (P("a"),) * 4, mesh=mesh)
+    arrays = drawn(0, 64, 64), drawn(1, 4, 64, 32), drawn(2, 64, 32), sizes
+    return on_mesh(run, arrays, (P("a"),) * 4, mesh=mesh)
 
 
 @row("mesh, ragged_dot, FSDP on k: mxfp4")
 def _ragged_mesh() -> Program:
     multiply = functools.partial(mx_jax.ragged_dot, recipe="mxfp4")
-    given = drawn(0, 128, 128), drawn(1, 3, 128, 64), drawn(2, 128, 64)
+    arrays = drawn(0, 128, 128), drawn(1, 3, 128, 64), drawn(2, 128, 64)
     specs = P("a"), P(None, "a"), P("a")
     sizes = np.array([40, 0, 70], np.int32)
     run = step(lambda x, w, sizes: multiply(x, w, sizes))
-    return on_mesh(run, (*given, sizes), (*specs, P()), (specs[2], *specs[:2]))
+    return on_mesh(run, (*arrays, sizes), (*specs, P()), (specs[2], *specs[:2]))
 
 
 @rows(["columns", "rows"], "mesh, packed: mxfp4")
@@ -504,9 +506,9 @@ def _packed_mesh(part: str) -> Program:
 def _dense_mesh() -> Program:
     layer = mx_jax.nn.linen.Dense(128, recipe="mxfp8", use_bias=False)
     x = drawn(9, 256, 128)
-    given = filled(jax.eval_shape(layer.init, jax.random.key(0), x))["params"]["kernel"], x
+    arrays = filled(jax.eval_shape(layer.init, jax.random.key(0), x))["params"]["kernel"], x
     apply = lambda w, x: layer.apply({"params": {"kernel": w}}, x)  # noqa: E731
-    return on_mesh(loss_step(apply), given, (P("a"), P("a")))
+    return on_mesh(loss_step(apply), arrays, (P("a"), P("a")))
 
 
 # Other machines -----------------------------------------------------------------------------------
@@ -527,16 +529,25 @@ _FOR_GPUS = {
 def _cuda(name: str) -> Program:
     gpu, case = name.split(", ")
     context = functools.partial(mx_jax.testing.target, "cuda", _GPUS[gpu])
-    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 256))]
-    return Program(_FOR_GPUS[case], tuple(given), context, runs=False)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 256))]
+    return Program(_FOR_GPUS[case], tuple(shapes), context, runs=False)
 
 
 @contextlib.contextmanager
-def _kernels(gpu: str) -> Iterator[None]:
-    with mx_jax.testing.target("cuda", _GPUS[gpu]), mx_jax.prefer_backends("pallas_gpu"):
+def _kernels_preferred() -> Iterator[None]:
+    with mx_jax.testing.target("cuda", _GPUS["Hopper"]), mx_jax.prefer_backends("pallas_gpu"):
         yield
 
 
-@rows([f"{gpu}, {case}" for gpu in _GPUS for case in _FOR_GPUS], "kernels preferred for")
-def _cuda_kernels(name: str) -> Program:
-    return _cuda(name)._replace(context=functools.partial(_kernels, name.split(", ")[0]))
+@rows(["matmul", "ragged_dot"], "kernels preferred for Hopper")
+def _kernels(name: str) -> Program:
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = mx_jax.quantize(jnp.stack([w, w]) if name == "ragged_dot" else w, "mxfp4", axis=-2)
+        if name == "matmul":
+            return mx_jax.matmul(x, mx_jax.pack_weights(w), recipe=recipes.weight_only("mxfp4"))
+        packed = mx_jax.pack_weights(w, contracting=1, num_batch=1)
+        sizes = np.array([100, 156], np.int32)
+        return mx_jax.ragged_dot(x, packed, sizes, recipe=recipes.weight_only("mxfp4"))
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 256))]
+    return Program(run, tuple(types), _kernels_preferred, runs=False)

@@ -12,9 +12,7 @@ from mx_jax import recipes
 from mx_jax.formats import (
     BLOCK_FORMATS,
     E2M1,
-    E4M3,
     E4M3_SCALE,
-    E5M2,
     E8M0,
     ELEMENT_FORMATS,
     F32,
@@ -22,7 +20,6 @@ from mx_jax.formats import (
     FLOAT8_ROWWISE_E4M3,
     FLOAT8_TENSORWISE_E4M3,
     FLOAT8_TENSORWISE_E5M2,
-    INT8,
     MXFP4,
     MXFP4_2D,
     MXFP6_E2M3,
@@ -114,8 +111,13 @@ def test_a_block_size_is_a_positive_int_or_whole(size):
 
 
 def test_block_has_two_sizes():
-    with pytest.raises(ValueError, match=r"must be \(kept, contracting\), got block=\(1, 2, 3\)"):
-        dataclasses.replace(MXFP4, block=(1, 2, 3))  # pyright: ignore[reportArgumentType]
+    for block, message in (
+        ((1, 2, 3), r"must be \(kept, contracting\), got block=\(1, 2, 3\)"),
+        ((0, 32), "a block size must be a positive int or WHOLE, got block_size=0"),
+        ((1, 0), "a block size must be a positive int or WHOLE, got block_size=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(MXFP4, block=block)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_tensor_scale_needs_an_element_scale():
@@ -133,34 +135,11 @@ def test_repr():
 
 @pytest.mark.parametrize(
     ("format", "bits"),
-    [(MXFP4, 2), (NVFP4, 2 + 4), (MXFP8_E5M2, 3), (FLOAT8_TENSORWISE_E4M3, None)],
+    [(MXFP4, 2), (NVFP4, 2 + 4), (MXFP8_E5M2, 3), (MXINT8, 7), (FLOAT8_TENSORWISE_E4M3, None)],
     ids=lambda value: value.name if isinstance(value, BlockFormat) else None,
 )
 def test_significand_bits(format: BlockFormat, bits: int | None):
     assert format.significand_bits == bits
-
-
-def test_significand_bits_of_elements():
-    assert [e.significand_bits for e in (E4M3, E5M2, INT8)] == [4, 3, 7]
-
-
-def fact(base: ElementFormat, **facts) -> ElementFormat | None:
-    try:
-        return dataclasses.replace(base, **facts)
-    except ValueError:
-        return None
-
-
-def test_how_many_codes_may_be_reserved():
-    """Of E2M1's eight, two stay; Inf needs a NaN beside it; the fnuz formats and INT8 have none."""
-    ok = [number for number in range(-2, 9) if fact(E2M1, num_reserved_codes=number)]
-    assert ok == list(range(7))
-    ok = [number for number in range(-2, 9) if fact(E2M1, num_reserved_codes=number, has_inf=True)]
-    assert ok == list(range(2, 7))
-    for base, facts in ((E2M1, {"has_negative_zero": False}), (INT8, {})):
-        assert fact(base, num_reserved_codes=0, **facts)
-        assert not fact(base, num_reserved_codes=1, **facts)
-        assert not fact(base, num_reserved_codes=-1, **facts)
 
 
 @pytest.mark.parametrize("kind", [ElementFormat, ScaleFormat, BlockFormat])
@@ -170,26 +149,14 @@ def test_formats_are_built_by_names(kind: type):
         kind("mine")
 
 
-def test_what_facts_are_by_default():
-    fp5 = ElementFormat(name="e2m2", exponent_bits=2, mantissa_bits=2, bias=1)
-    assert (fp5.kind, fp5.num_reserved_codes, fp5.has_inf, fp5.dtype_name) == (
-        "float",
-        0,
-        False,
-        None,
-    )
-    assert (fp5.has_negative_zero, fp5.negative_extra) == (True, False)
-    mine = BlockFormat(name="mine", element=fp5, scale=E8M0)
-    assert (mine.block, mine.tensor_scale) == ((1, 32), False)
-    for block in ((0, 32), (1, 0)):
-        with pytest.raises(ValueError, match="BlockFormat mine: a block size must be a positive"):
-            dataclasses.replace(mine, block=block)
-
-
 ALL_BLOCK_NAMES = ", ".join(format.name for format in BLOCK_FORMATS)
 
 
-@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize(
+    "format",
+    [*BLOCK_FORMATS, FLOAT8_BLOCKWISE_E8M0, FLOAT8_BLOCKWISE_2D_E8M0],
+    ids=lambda format: format.name,
+)
 def test_by_object_and_name(format: BlockFormat):
     assert block_format(format) is format
     assert block_format(format.name) is format
@@ -212,8 +179,6 @@ def test_by_object_and_name(format: BlockFormat):
         (ml_dtypes.float6_e2m3fn, MXFP6_E2M3),
         (ml_dtypes.float6_e3m2fn, MXFP6_E3M2),
         (np.int8, MXINT8),
-        (jnp.int8, MXINT8),
-        (np.dtype("int8"), MXINT8),
     ],
     ids=str,
 )
@@ -223,12 +188,11 @@ def test_by_dtype(dtype, format: BlockFormat):
 
 def test_an_ambiguous_dtype_lists_its_formats():
     message = "dtype=float4_e2m1fn is stored by several block formats; name one of: mxfp4, nvfp4"
-    for dtype in (ml_dtypes.float4_e2m1fn, np.dtype(ml_dtypes.float4_e2m1fn)):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            block_format(dtype)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        block_format(ml_dtypes.float4_e2m1fn)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, ml_dtypes.float8_e8m0fnu, np.uint8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.uint8])
 def test_a_dtype_without_block_format_lists_all(dtype):
     message = (
         f"dtype={np.dtype(dtype).name} is stored by no block format; name one of: {ALL_BLOCK_NAMES}"
@@ -239,7 +203,7 @@ def test_a_dtype_without_block_format_lists_all(dtype):
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("MXPF8", "mxfp8"), ("mxpf4", "mxfp4"), ("nvfp", "nvfp4"), ("", None), ("float32", None)],
+    [("MXPF8", "mxfp8"), ("", None), ("float32", None)],
 )
 def test_an_unknown_name_lists_the_known(name: str, nearest: str | None):
     hint = "" if nearest is None else f" (did you mean {nearest!r}?)"
@@ -252,11 +216,11 @@ def test_one_slip_suggests_a_name_one_slip_away():
     """All names with neighbours exchanged, a letter dropped or another in its place."""
     for known in (list(recipes.names()), [*ALL_BLOCK_NAMES.split(", "), "mxfp8", "mxfp6"]):
         slips = {name: set() for name in known}
-        for name, found in slips.items():
+        for name, neighbours in slips.items():
             for i, letter in enumerate(name):
                 before, after = name[:i], name[i + 1 :]
-                found |= {before + after, f"{before}0{after}", f"{before}x{after}"}
-                found.add(before + after[:1] + letter + after[1:])
+                neighbours |= {before + after, f"{before}0{after}", f"{before}x{after}"}
+                neighbours.add(before + after[:1] + letter + after[1:])
         for slip in set().union(*slips.values()) - set(known):
             assert slip in slips[re.findall("'(.*)'", nearest(slip, known))[0]], slip
 
@@ -307,8 +271,3 @@ def test_any_format_lists_what_it_knows():
     message = f"unknown format name='e9m9'; known: {', '.join(names)}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         any_format("e9m9")
-
-
-def test_formats_of_recipes_alone_have_names():
-    for format in (FLOAT8_BLOCKWISE_E8M0, FLOAT8_BLOCKWISE_2D_E8M0):
-        assert block_format(format.name) is format

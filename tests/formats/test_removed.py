@@ -56,29 +56,14 @@ def test_a_command(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == f"mx_jax: no command {WHERE}\n"
 
 
-ATTRIBUTES = {
-    recipes: "quartet quartet_ii Schedule heal",
-    mx_jax.nn.linen: "DelayedDotGeneral",
-    checkpoint: "from_qarray to_qarray",
-}
-NAMES = {
-    "recipe": "quartet quartet-ii",
-    "rule": "gaussian ms_eden",
-    "layout": "fp-quant-mxfp4 fp-quant-nvfp4",
-}
-
-
-def test_what_left_says_where_it_went():
-    for module, names in ATTRIBUTES.items():
-        for name in names.split():
-            with pytest.raises(AttributeError, match=", which left mx_jax in"):
-                getattr(module, name)
-    for kind, names in NAMES.items():
-        for name in names.split():
-            with pytest.raises(ValueError, match=", which left mx_jax in"):
-                TAKE[kind](name)
-    with pytest.raises(TypeError, match="'mask_clipped', which left mx_jax in"):
-        recipes.mxfp4().with_(mask_clipped=True)  # pyright: ignore[reportCallIssue]
+@pytest.mark.parametrize("option", ["--former", "--former=3"])
+def test_an_option_of_a_command(option: str, capsys: pytest.CaptureFixture[str]):
+    for words in ([option, "--never", "formats"], ["inspect", "model.safetensors", option]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert "unrecognized arguments: " in said and f"{WHERE.removeprefix('former')}\n" in said
 
 
 def test_none_is_there_still():

@@ -3,19 +3,14 @@
     export MOSAIC_GPU_DUMP_TO=<existing folder>
     python tests/gpu/compile_for.py sm_90a weights mxfp4
     python tests/gpu/compile_for.py sm_90a groups mxfp4
-    python tests/gpu/compile_for.py sm_90a sums
-    python tests/gpu/compile_for.py sm_100a scaled mxfp4 mxfp4
-    python tests/gpu/compile_for.py sm_100a scaled_groups nvfp4
 
-Weights of a format that are decoded, also of groups of rows, and sums over the rows of groups; two
-operands that are taken as they are. Every entry of the table of tiles is compiled, with the
-dtypes that the kernel writes. The files' names end in the count of compiles before. A process of
-its own: the CUDA plugin stays loaded, and a failed compile may abort.
+Weights of a format that are decoded, also of groups of rows. Every entry of the table of tiles is
+compiled, with the dtypes that the kernel writes. The files' names end in the count of compiles
+before. A process of its own: the CUDA plugin stays loaded, and a failed compile may abort.
 """
 
 import dataclasses
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -29,9 +24,8 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import products
-from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits, visits
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, stored_bits, visits
+from mx_jax.backends.pallas_gpu.tiles import TILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +47,6 @@ class Gpu:
     shared: int
     level_2: int
     bandwidth: float
-
-    @property
-    def architecture(self) -> Architecture:
-        """What the kernels know of it."""
-        found = architecture_of(self.capability)
-        assert found is not None
-        return found
 
     @property
     def target(self) -> str:
@@ -96,7 +83,7 @@ device_description_str: "NVIDIA {self.name}"
 """
 
 
-# One of each compute capability that has kernels, by what ptxas calls it.
+# One of each compute capability that is compiled for, by what ptxas calls it.
 GPUS = {
     gpu.target: gpu
     for gpu in (
@@ -148,96 +135,37 @@ def shapes(make: Callable[..., Any], shape: tuple[int, ...], format: formats.Blo
     )
 
 
-def lay_out(x: mx_jax.MXArray) -> ScaledOperand:
-    """An operand as tensor cores take it, its tensor scale left out."""
-    batch = jax.tree.map(lambda array: array[None], x)
-    return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None))
-
-
 def weights(gpu: Gpu, name: str) -> None:
     """bfloat16 by weights of a format."""
-    kernel, format = gpu.architecture.decoding, FORMATS[name]
+    from mx_jax.backends.pallas_gpu import wgmma
+
+    format = FORMATS[name]
     w = shapes(PackedWeights.of, (1, N, K), format)
-    for _, tiles in kernel.tiles[stored_bits(format.element)]:
+    for _, tiles in TILES[stored_bits(format.element)]:
         for out_dtype in DTYPES:
-            how = {"n": N, "format": format, "tiles": tiles, "out_dtype": out_dtype}
-            product = functools.partial(kernel.load(), **how)
-            compile_on(gpu, product, (array(1, 2 * tiles.m, K), w.codes, w.scales))
+            product = functools.partial(wgmma.multiply, tiles=tiles, out_dtype=jnp.dtype(out_dtype))
+            compile_on(gpu, product, (array(1, 2 * tiles.m, K), w))
 
 
 def groups(gpu: Gpu, name: str) -> None:
     """Rows in groups by packed weights of a format."""
-    kernel, format = gpu.architecture.decoding, FORMATS[name]
+    from mx_jax.backends.pallas_gpu import wgmma
+
+    format = FORMATS[name]
     w = shapes(PackedWeights.of, (GROUPS, N, K), format)
     factors, sizes = array(2 * GROUPS, dtype="float32"), array(GROUPS, dtype="int32")
-    for _, tiles in kernel.tiles[stored_bits(format.element)]:
+    for _, tiles in TILES[stored_bits(format.element)]:
         for out_dtype in DTYPES:
-            how = {"n": N, "format": format, "tiles": tiles, "out_dtype": out_dtype}
-            multiply = functools.partial(kernel.load(), **how)
+            multiply = functools.partial(
+                wgmma.multiply, tiles=tiles, out_dtype=jnp.dtype(out_dtype)
+            )
 
-            def product(x, codes, scales, factors, sizes, multiply=multiply, tiles=tiles):
-                return multiply(x[None], codes, scales, visits(sizes, ROWS, tiles.m), factors)
+            def product(x, w, factors, sizes, multiply=multiply, tiles=tiles):
+                return multiply(x[None], w, groups=(visits(sizes, ROWS, tiles.m), factors))
 
-            compile_on(gpu, product, (array(ROWS, K), w.codes, w.scales, factors, sizes))
-
-
-def sums(gpu: Gpu) -> None:
-    """Sums over the rows of each group."""
-    rows, factors = array(2 * GROUPS, dtype="int32"), array(2, dtype="float32")
-    kernel = gpu.architecture.decoding.load("group_sums")
-    for out_dtype in DTYPES:
-        product = functools.partial(kernel, out_dtype=out_dtype)
-        compile_on(gpu, product, (array(K, N), array(K, 2 * N), rows, factors))
-
-
-def scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
-    """Two block-scaled operands: eight rows, or more than a tile has."""
-    w, kernel = shapes(lay_out, (N, K), FORMATS[rhs]), gpu.architecture.direct
-    assert kernel is not None
-    for limit, tiles in kernel.tiles[FORMATS[lhs].element.bits]:
-        rows = N if math.isinf(limit) else 8
-        x = shapes(lay_out, (rows, K), FORMATS[lhs])
-        for out_dtype in DTYPES:
-
-            def product(left, right, tiles=tiles, out_dtype=out_dtype):
-                return kernel.load()(
-                    left.elements,
-                    right.elements,
-                    left.scale_values,
-                    right.scale_values,
-                    block=FORMATS[lhs].block[1],
-                    n=N,
-                    tiles=tiles,
-                    out_dtype=out_dtype,
-                )
-
-            sizes = compile_on(gpu, product, (x, w)).memory_analysis()
-            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, w)))
-            assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
-            # Nothing but sums of programs that share tiles, which XLA adds.
-            shared = tiles.splits * rows * N * jnp.dtype(out_dtype).itemsize
-            allowed = shared if tiles.splits > 1 else 0
-            assert sizes.temp_size_in_bytes <= allowed, f"bytes are not the kernel's own: {sizes}"
-
-
-def scaled_groups(gpu: Gpu, name: str) -> None:
-    """Rows in groups by weights of the same format."""
-    kernel, format = gpu.architecture.direct, FORMATS[name]
-    assert kernel is not None
-    quantize = functools.partial(mx_jax.quantize, format=format)
-    x, w = (jax.eval_shape(quantize, array(*own)) for own in ((ROWS, K), (GROUPS, N, K)))
-    table = kernel.tiles[format.element.bits]
-    for (_, tiles), out_dtype in zip(table, DTYPES, strict=True):
-
-        def product(x, w, sizes, tiles=tiles, out_dtype=out_dtype):
-            right = ScaledOperand.of(dataclasses.replace(w, tensor_scale=None))
-            how = {"architecture": gpu.architecture, "tiles": tiles}
-            return products.multiply_scaled(x, right, out_dtype, group_sizes=sizes, **how)[0]
-
-        compile_on(gpu, product, (x, w, array(GROUPS, dtype="int32")))
+            compile_on(gpu, product, (array(ROWS, K), w, factors, sizes))
 
 
 if __name__ == "__main__":
-    target, what, *names = sys.argv[1:]
-    ways = (weights, groups, sums, scaled, scaled_groups)
-    {way.__name__: way for way in ways}[what](GPUS[target], *names)
+    target, what, name = sys.argv[1:]
+    {"weights": weights, "groups": groups}[what](GPUS[target], name)

@@ -38,10 +38,10 @@ def kernels(module: str, computation: str = "ENTRY") -> Iterator[int]:
     iteration."""
     sizes: dict[str, int] = {}
     for line in module[module.index(f"\n{computation} ") :].partition("\n}")[0].splitlines()[2:]:
-        found = re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)", line)
-        if not found:
+        match = re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)", line)
+        if not match:
             continue
-        name, type_, operation, operands = found.groups()
+        name, type_, operation, operands = match.groups()
         sizes[name] = sum(_bytes(*array) for array in re.findall(r"([a-z]\w+)\[([\d,]*)\]", type_))
         if operation == "while":
             for part in re.findall(r"(?:condition|body)=(%[\w.-]+)", line):
@@ -60,8 +60,8 @@ def _bytes(dtype: str, lengths: str) -> int:
 
 def moved(gpu: Gpu, function: Any, *operands: Any) -> dict[str, Any]:
     """Kernels, and MiB that they move."""
-    found = list(kernels(compile_on(gpu, function, operands).as_text()))
-    return {"kernels": len(found), "MiB": round(sum(found) / 2**20, 1)}
+    sizes = list(kernels(compile_on(gpu, function, operands).as_text()))
+    return {"kernels": len(sizes), "MiB": round(sum(sizes) / 2**20, 1)}
 
 
 def training_step(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def apart(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
     back = moved(
         gpu, lambda g, *leaves: jax.tree.unflatten(tree, leaves)(g), array(TOKENS, UNITS), *leaves
     )
-    found = {key: round(there[key] + back[key], 1) for key in there}
-    return {"what": "training step, passes apart", "weights": dtype, "by": name, **found}
+    result = {key: round(there[key] + back[key], 1) for key in there}
+    return {"what": "training step, passes apart", "weights": dtype, "by": name, **result}
 
 
 def whole_axes(gpu: Gpu, name: str) -> Iterator[dict[str, Any]]:
@@ -134,9 +134,9 @@ def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = []
+    result = []
     for line in lines(GPUS[sys.argv[1]]):
-        found.append(line)
+        result.append(line)
         print(json.dumps(line), flush=True)
     if len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
+        Path(sys.argv[2]).write_text(json.dumps(result, indent=1) + "\n")

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 
-from mx_jax.backends.pallas_gpu.architecture import Tiles
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 
 
 def instructions(disassembly: str) -> list[str]:
     """Every instruction of a kernel, in order, but those that only fill up."""
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembly, re.MULTILINE)
-    return [instruction for instruction in found if not instruction.startswith("NOP")]
+    result = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembly, re.MULTILINE)
+    return [instruction for instruction in result if not instruction.startswith("NOP")]
 
 
 def main_loop(disassembly: str, marker: str, without: str | None = None) -> Sequence[str]:
@@ -39,15 +39,15 @@ def loops(disassembly: str, marker: str, without: str | None = None) -> list[lis
             back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
             if back and back[1] in labels:
                 every.append(instructions[labels[back[1]] :])
-    found = [
+    result = [
         loop
         for loop in every
         if any(marker in instruction for instruction in loop)
         and not (without and any(without in instruction for instruction in loop))
     ]
-    if not found:
+    if not result:
         raise ValueError(f"loops: no loop holds an instruction marker={marker!r}")
-    return found
+    return result
 
 
 def issued(disassembly: str, tiles: Tiles) -> tuple[float, float]:

@@ -38,8 +38,8 @@ def test_the_whole_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     result = json.loads(out.read_text())
     (row,) = result["rows"]
     assert (row["what"], row["of"]["n"]) == ("bf16 x mxfp4, 3 x 256 x 128", 256)
-    assert [own["goal"] for own in result["goals"]] == [own.title for own in GOALS]
-    assert {own["is_met"] for own in result["goals"]} == {None}
+    assert [each["goal"] for each in result["goals"]] == [goal.title for goal in GOALS]
+    assert {each["is_met"] for each in result["goals"]} == {None}
     assert set(row["failed"]) == {KERNEL}
     assert row["failed"][KERNEL].startswith("Traceback")
     assert set(row["microseconds"]) == {BASELINE, PLAIN}
@@ -113,9 +113,9 @@ def test_rows_for_the_table():
         measured.H200,
     )
     names = {"Row": measured.Row, "MXFP4": gpu.MXFP4}
-    (found,) = eval(f"[{line}]", names)
-    assert found[2:7] == ("{}.{}".format(*jax.__version_info__), gpu.MXFP4, 2**26, (16, 16), 6.0)
-    assert found[:2] == (KERNEL, measured.H200) and datetime.date.fromisoformat(found.date)
+    (written,) = eval(f"[{line}]", names)
+    assert written[2:7] == ("{}.{}".format(*jax.__version_info__), gpu.MXFP4, 2**26, (16, 16), 6.0)
+    assert written[:2] == (KERNEL, measured.H200) and datetime.date.fromisoformat(written.date)
 
 
 def test_tables():

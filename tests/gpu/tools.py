@@ -59,21 +59,21 @@ def compiled(folder: Path, target: str, *what: str) -> list[Path]:
     """PTX of the kernels that `compile_for` compiles, in order: none spills, all have few
     registers, and no wgmma waits for each instruction."""
     run("compile_for.py", folder, target, *what)
-    found = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[1]))
-    for path in found:
+    reports = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[1]))
+    for path in reports:
         report = path.read_text()
         assert f"for '{target}'" in report and "erialized" not in report
         assert "0 bytes spill stores, 0 bytes spill loads" in report
         # As many as three warpgroups can have; of a kernel of two, as those can.
         threads = re.findall(r"\.maxntid (\d+)", path.with_suffix(".ptx").read_text())
         assert registers(path) <= (255 if threads == ["256"] else MAX_REGISTERS), path
-    return [path.with_suffix(".ptx") for path in found]
+    return [path.with_suffix(".ptx") for path in reports]
 
 
 def registers(path: Path) -> int:
     """Of a thread, as ptxas reports them."""
-    (found,) = re.findall(r"Used (\d+) registers", path.with_suffix(".ptxas").read_text())
-    return int(found)
+    (count,) = re.findall(r"Used (\d+) registers", path.with_suffix(".ptxas").read_text())
+    return int(count)
 
 
 def disassembly(ptx: Path, architecture: str) -> str:

@@ -142,20 +142,6 @@ def test_what_is_used_several_times_counts_its_calls():
     assert (weight.tag.call, weight.stats["amax"]) == (1, 2 * LARGEST)
 
 
-def test_equal_shapes_are_traced_once():
-    traces = []
-
-    def run(x, w):
-        traces.append(None)
-        return layer(x, w).sum()
-
-    step = inspect.capture(run, stats="amax")
-    for _ in range(3):
-        step(X, W)
-    assert len(traces) == 1
-    assert {record.step for record in step.records.all()} == {0, 1, 2}, "every call counts"
-
-
 def test_names_of_the_program_say_what_is_recorded():
     program = jax.make_jaxpr(both(two_layers))(X, W)
     assert "callback" not in str(program)
@@ -169,7 +155,7 @@ def test_names_of_the_program_say_what_is_recorded():
 
 
 @pytest.mark.parametrize("policy", [None, mx_jax.save_quantized, mx_jax.save_products])
-def test_remat_records_nothing_twice(policy):
+def test_remat_records_everything_once(policy):
     loss = jax.checkpoint(lambda x, w: layer(x, w).sum(), policy=policy)
     assert each_once(captured(both(loss), X, W, stats="amax"), "layer")
 
@@ -181,7 +167,7 @@ def test_what_checkpoint_alone_computes_is_recorded():
     assert ("output", "weight") in result and len(result) == 4
 
 
-def test_captures_of_captures_record_each_its_own():
+def test_captures_of_captures_record_independently():
     inner = inspect.capture(layer, stats="sqnr", filter=lambda tag: tag.side == "rhs")
     outer = inspect.capture(inner, stats="amax")
     outer(X, W)
@@ -260,9 +246,6 @@ def test_calls_that_cannot_be():
     step = inspect.capture(lambda x: layer(x, W).sum())
     with pytest.raises(ValueError, match=r"by an array of shape=\(32, 64\).*capture\(jax.grad"):
         jax.grad(step)(X)
-    for name, place in {"at_step": "takes the step", "Jsonl": "json.dumps"}.items():
-        with pytest.raises(AttributeError, match=f"left mx_jax in 0.2: .*{place}"):
-            getattr(inspect, name)
 
 
 @needs_library

@@ -109,12 +109,6 @@ def test_tiny_gradients_have_an_sqnr_too():
     assert plain.stats["sqnr_db"] == pytest.approx(tiny.stats["sqnr_db"], abs=0.2)
 
 
-def test_what_keeps_codes_records_its_casts_once():
-    recipe = dataclasses.replace(recipes.mxfp8(), residuals=recipes.Residuals.QUANTIZED)
-    records = step_of(recipe, "amax")
-    assert all(len(each) == 1 for each in records.values()) and len(records) == 6
-
-
 def test_counts_are_exact_where_float32_counts_no_further(monkeypatch):
     array = mx_jax.quantize(drawn((4, 64), 0), "mxfp4", axis=-1)
 

@@ -135,24 +135,24 @@ def test_bfloat16_is_flaxs_in_high_precision(flaxs: Linen):
 
 
 @both
-def test_operations_of_the_users_own_are_respected(flaxs: Linen):
+def test_operations_of_the_user_are_respected(flaxs: Linen):
     calls = []
 
-    def own(*args: Any, **options: Any) -> Any:
+    def dot(*args: Any, **options: Any) -> Any:
         calls.append(options)
         return lax.dot_general(*args, **options)
 
-    def own_einsum(*args: Any, **options: Any) -> Any:
+    def einsum(*args: Any, **options: Any) -> Any:
         calls.append(options)
         return jnp.einsum(*args, **options)
 
     chosen = [
-        (DENSE, {"dot_general": own}),
-        (CASES["general"], {"dot_general": own}),
-        (CASES["general"], {"dot_general_cls": lambda: own}),
-        (EINSUM, {"einsum_op": own_einsum})
+        (DENSE, {"dot_general": dot}),
+        (CASES["general"], {"dot_general": dot}),
+        (CASES["general"], {"dot_general_cls": lambda: dot}),
+        (EINSUM, {"einsum_op": einsum})
         if isinstance(flaxs, Nnx)
-        else (DENSE, {"dot_general_cls": lambda: own}),
+        else (DENSE, {"dot_general_cls": lambda: dot}),
     ]
     for case, options in chosen:
         params, x = tame(flaxs, case), case.drawn()
@@ -163,7 +163,7 @@ def test_operations_of_the_users_own_are_respected(flaxs: Linen):
 
 @both
 @cases
-def test_a_promote_dtype_of_the_users_own_is_respected(flaxs: Linen, case: Case):
+def test_a_promote_dtype_of_the_user_is_respected(flaxs: Linen, case: Case):
     layer = flaxs.build(case, MXFP4, promote_dtype=flaxs.promotes)
     y = jax.eval_shape(flaxs.run(layer), tame(flaxs, case), case.drawn())
     assert y.dtype == jnp.float16
@@ -246,7 +246,7 @@ def key_of(layer: Any) -> bytes:
 
 
 @pytest.mark.parametrize("streams", STREAMS, ids=str)
-def test_every_layer_has_a_stream_of_its_own(streams: dict[str, int]):
+def test_every_layer_has_another_stream(streams: dict[str, int]):
     """Rounding errors of two layers must not be those of one; a rebuilt model has the same.
 
     And the parameters are Flax's, also those of the layers that are built after it.
@@ -272,7 +272,7 @@ def test_every_layer_has_a_stream_of_its_own(streams: dict[str, int]):
 
 @pytest.mark.slow(but="params")
 @pytest.mark.parametrize("only", [..., "params"], ids=["all", "params"])
-def test_layers_of_a_stack_have_streams_of_their_own(only: Any):
+def test_layers_of_a_stack_have_different_streams(only: Any):
     """Made by nnx.vmap: also where only the parameters' stream is split."""
 
     axes = flax_nnx.StateAxes({"params": 0, ...: 0 if only is ... else None})

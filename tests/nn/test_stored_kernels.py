@@ -260,8 +260,8 @@ def test_unconverted_nnx_warns(convert_it: bool):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-class Own(flax_nn.Module):
-    """A layer of a user's own: its product is the library's, its parameter Flax's."""
+class Custom(flax_nn.Module):
+    """A user's layer: its product is the library's, its parameter Flax's."""
 
     in_setup: bool
 
@@ -279,7 +279,7 @@ class Own(flax_nn.Module):
         return mx_jax.matmul(x, kernel, recipe=RECIPE)
 
 
-class OwnStored(linen.StoredParams, Own):
+class CustomStored(linen.StoredParams, Custom):
     """The same, which says that it takes what is stored."""
 
 
@@ -290,22 +290,22 @@ class Mixed(flax_nn.Module):
 
     @flax_nn.compact
     def __call__(self, x):
-        return flax_nn.Dense(8)(Own(self.in_setup, name="own")(x))
+        return flax_nn.Dense(8)(Custom(self.in_setup, name="custom")(x))
 
 
 @needs_library
 @pytest.mark.parametrize("in_setup", [False, True])
-def test_a_module_of_ones_own(in_setup: bool):
+def test_a_module_of_the_user(in_setup: bool):
     """It inherits from StoredParams, or is a part of a converted model."""
     case, x = CASES["dense"], draw(3, 64)
     kernel = case.stored(draw(64, 24), STORED)
-    stored, run = run_linen(OwnStored(in_setup), {"kernel": pack(case, kernel)})
+    stored, run = run_linen(CustomStored(in_setup), {"kernel": pack(case, kernel)})
     assert num_calls(run, stored, x) == 1
     assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
     mixed = convert.linen(Mixed(in_setup), RULE)
     params = {
         **quick(mixed.init)(jax.random.key(0), x)["params"],
-        "own": {"kernel": pack(case, kernel)},
+        "custom": {"kernel": pack(case, kernel)},
     }
     stored, run = run_linen(mixed, params)
     assert num_calls(run, stored, x) == 1

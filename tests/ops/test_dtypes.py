@@ -1,5 +1,6 @@
 """Dtypes of products and cotangents: those of lax.dot_general, each with one rounding."""
 
+import functools
 import itertools
 
 import jax
@@ -12,9 +13,9 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import Recipe
 from mx_jax.testing.backend_suite import exact_values
-from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick, with_gradients
+from tests.sharding.collectives import check
 
 DIMENSIONS = (((1,), (0,)), ((), ()))
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,21 +57,13 @@ def test_narrow_operands_round_once(rng: np.random.Generator):
     def cast(array, axis):
         return exact_values(mx_jax.quantize(array, "mxfp4", axis=axis, scale_rule="even"))
 
-    expected = (cast(x, 1) @ cast(w, 0), cast(g, 1) @ cast(w, 1).T, cast(x, 0).T @ cast(g, 0))
-    run = with_gradients(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp4()))
-    actual = quick(run)(x, w, g)
-    for name, left, right in zip(("product", "dx", "dw"), actual, expected, strict=True):
-        assert_bitwise_equal(left + 0, right.astype(np.float32).astype(jnp.bfloat16) + 0, what=name)
-
-
-def test_a_wide_product_of_narrow_operands(rng: np.random.Generator):
-    """preferred_element_type=float32 keeps the sum's bits, which bfloat16 would drop."""
-    x, w = (jnp.asarray(draw_few_octaves(rng, s), jnp.bfloat16) for s in ((6, 70), (70, 5)))
-    wide = mx_jax.matmul(x, w, recipe=recipes.mxfp4(), preferred_element_type=jnp.float32)
-    narrow = mx_jax.matmul(x, w, recipe=recipes.mxfp4())
-    assert wide.dtype == jnp.float32
-    assert_bitwise_equal(wide.astype(jnp.bfloat16), narrow)
-    assert not np.array_equal(wide, narrow.astype(jnp.float32))
+    wide = (cast(x, 1) @ cast(w, 0), cast(g, 1) @ cast(w, 1).T, cast(x, 0).T @ cast(g, 0))
+    multiply = functools.partial(mx_jax.matmul, recipe=recipes.mxfp4())
+    actual = quick(with_gradients(multiply))(x, w, g)
+    check(actual, [each.astype(np.float32).astype(jnp.bfloat16) for each in wide])
+    # preferred_element_type=float32 keeps the bits of the sum, which bfloat16 drops.
+    product = multiply(x, w, preferred_element_type=jnp.float32)
+    check([product], [wide[0].astype(np.float32)])
 
 
 def test_an_mxarray_stands_for_the_dtype_that_was_quantized():

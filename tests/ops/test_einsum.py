@@ -1,4 +1,4 @@
-"""einsum against jnp.einsum: every shape of subscripts, in high precision and in MXFP8."""
+"""einsum against jnp.einsum: every shape of subscripts, bit for bit in high precision."""
 
 import re
 
@@ -47,16 +47,6 @@ SUBSCRIPTS = (
     ("ij...,jk...->ik...", (3, 40, 2), (40, 4, 2)),
     ("ij...,jk...", (3, 40, 2), (40, 4, 2)),
 )
-PICKED = (
-    "ij,jk->ki",
-    "zj,ja",
-    "bij,bjk->kib",
-    "bthd,bshd->bhts",
-    "bthk,hkd->btd",
-    "ijx,yjk->ki",
-    "...ij,...jk->ki...",
-)
-IDS = [f"{number}-{subscripts}" for number, (subscripts, _, _) in enumerate(SUBSCRIPTS)]
 
 
 def operands(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -91,35 +81,7 @@ def test_high_precision_is_jnp(rng: np.random.Generator):
     recipe = recipes.high_precision()
     actual = all_of_them(lambda s, a, b: mx_jax.einsum(s, a, b, recipe=recipe))(pairs)
     expected = all_of_them(jnp.einsum)(pairs)
-    for name, lefts, rights in zip(IDS, actual, expected, strict=True):
-        for what, left, right in zip(
-            ("value", "grad_input", "grad_weight"), lefts, rights, strict=True
-        ):
-            assert_bitwise_equal(left, right, what=f"{name}: {what}")
-
-
-def test_mxfp8_is_close_to_jnp(rng: np.random.Generator):
-    picked = [row for row in SUBSCRIPTS if row[0] in PICKED]
-    shapes = [(subscripts, (left, right)) for subscripts, left, right in picked]
-    pairs = [tuple(rng.normal(size=x).astype(np.float32) for x in pair) for _, pair in shapes]
-    recipe = recipes.mxfp8()
-
-    def run(pairs):
-        return [
-            (
-                mx_jax.einsum(subscripts, lhs, rhs, recipe=recipe),
-                jnp.einsum(subscripts, lhs, rhs),
-                jnp.einsum(subscripts, abs(lhs), abs(rhs)),
-            )
-            for (subscripts, _), (lhs, rhs) in zip(shapes, pairs, strict=True)
-        ]
-
-    results = jax.tree.map(np.asarray, quick(run)(pairs))
-    for (subscripts, _), (actual, expected, magnitude) in zip(shapes, results, strict=True):
-        error = np.abs(actual - expected)
-        # Each of two casts to three mantissa bits is off by 2^-4 at most.
-        assert np.all(error <= 2.1 * 2**-4 * magnitude), subscripts
-        assert np.max(error / magnitude) > 2**-12, f"{subscripts}: nothing was quantized"
+    jax.tree.map(assert_bitwise_equal, actual, expected)
 
 
 def test_blocks_lie_along_the_last_contracted_letter_of_lhs(rng: np.random.Generator):
@@ -138,11 +100,11 @@ ERRORS = {
     "ij->i": "needs exactly two operands, got subscripts='ij->i'",
     "ij,jk,kl->il": "needs exactly two operands",
     "ii,ij->j": "a letter may occur once in each term, got subscripts='ii,ij",
-    "ij,jk->ii": "a letter may occur once in each term",
-    "ij,jk->iz": "result letters ['z'] are in no operand",
+    "ij,jk->ii": "Output character 'i' appeared more than once in the output",
+    "ij,jk->iz": "Output character 'z' did not appear in the input (got subscripts='ij,jk->iz'",
     "ij,jk->ik": "sizes of 'j' in subscripts='ij,jk->ik' must agree, got lhs.shape=(3, 40) with 40 "
     "and rhs.shape=(41, 4) with 41",
-    "ijk,kl->il": "term 'ijk' of subscripts='ijk,kl->il' names 3 axes, the operand has ndim=2",
+    "ijk,kl->il": "a term names 3 axes, the operand has ndim=2, got subscripts='ijk,kl->il'",
     "j,jk->k": "names 1 axes, the operand has ndim=2",
     "i1,1k->ik": "subscripts are letters and '...', got subscripts='i1,1k->",
 }

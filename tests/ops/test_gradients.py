@@ -7,11 +7,11 @@ no float32 sum rounds, so MX results must agree bit for bit.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from jax import lax
 
 import mx_jax
 from mx_jax import recipes
@@ -20,45 +20,33 @@ from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import Shape, draw_few_octaves
 from tests.quick import quick, with_gradients
+from tests.recipes.uniform import uniform
+from tests.sharding.collectives import check
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DotGeneralCase:
+class Case(NamedTuple):
     """Operand shapes and dimension numbers of a `dot_general`."""
 
-    name: str
     lhs: Shape
     rhs: Shape
     contracting: tuple[Shape, Shape]
     batch: tuple[Shape, Shape] = ((), ())
 
-    @property
-    def dimension_numbers(self) -> lax.DotDimensionNumbers:
-        """As `jax.lax.dot_general` takes them."""
-        return self.contracting, self.batch
 
-    def __str__(self) -> str:
-        return self.name
-
-
-DOT_GENERAL_CASES: tuple[DotGeneralCase, ...] = tuple(
-    DotGeneralCase(name=name, lhs=lhs, rhs=rhs, contracting=contracting, batch=batch)
-    for name, lhs, rhs, contracting, batch in (
-        ("plain", (40, 64), (64, 48), ((1,), (0,)), ((), ())),
-        ("ragged", (34, 70), (70, 37), ((1,), (0,)), ((), ())),
-        ("transposed", (70, 6), (5, 70), ((0,), (1,)), ((), ())),
-        ("odd_batch", (6, 2, 40, 3), (40, 3, 5, 2), ((2,), (0,)), ((3, 1), (1, 3))),
-        ("kept_around", (3, 40, 17), (33, 40, 2), ((1,), (1,)), ((), ())),
-        ("contracting", (6, 3, 40), (3, 40, 5), ((1, 2), (0, 1)), ((), ())),
-        ("contracting_crossed", (34, 6, 4), (4, 5, 34), ((2, 0), (0, 2)), ((), ())),
-        ("negative", (2, 6, 40), (40, 5, 2), ((-1,), (-3,)), ((-3,), (-1,))),
-        ("vectors", (70,), (70,), ((0,), (0,)), ((), ())),
-        ("row", (40,), (40, 37), ((0,), (0,)), ((), ())),
-        ("column", (37, 40), (40,), ((1,), (0,)), ((), ())),
-        ("batch_of_vectors", (40, 3), (3, 40), ((0,), (1,)), ((1,), (0,))),
-    )
-)
-PLAIN = DOT_GENERAL_CASES[0]
+CASES = {
+    "plain": Case((40, 64), (64, 48), ((1,), (0,))),
+    "ragged": Case((34, 70), (70, 37), ((1,), (0,))),
+    "transposed": Case((70, 6), (5, 70), ((0,), (1,))),
+    "odd_batch": Case((6, 2, 40, 3), (40, 3, 5, 2), ((2,), (0,)), ((3, 1), (1, 3))),
+    "kept_around": Case((3, 40, 17), (33, 40, 2), ((1,), (1,))),
+    "contracting": Case((6, 3, 40), (3, 40, 5), ((1, 2), (0, 1))),
+    "contracting_crossed": Case((34, 6, 4), (4, 5, 34), ((2, 0), (0, 2))),
+    "negative": Case((2, 6, 40), (40, 5, 2), ((-1,), (-3,)), ((-3,), (-1,))),
+    "vectors": Case((70,), (70,), ((0,), (0,))),
+    "row": Case((40,), (40, 37), ((0,), (0,))),
+    "column": Case((37, 40), (40,), ((1,), (0,))),
+    "batch_of_vectors": Case((40, 3), (3, 40), ((0,), (1,)), ((1,), (0,))),
+}
 NUM_ROWS = 2048
 
 # Six operands in six ways: any two of them exchanged show.
@@ -79,13 +67,8 @@ ONE_SIDED = dataclasses.replace(
     grad_input=MatmulSpec(lhs=None, rhs=operand("mxfp4")),
     grad_weight=MatmulSpec(lhs=operand("mxint8"), rhs=None),
 )
-SQUARE = operand("mxfp4_2d", scale_rule="even")
-SQUARE_BLOCKS = Recipe(
-    name="square_blocks",
-    output=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
-    grad_input=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
-    grad_weight=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
-    residuals=Residuals.QUANTIZED,
+SQUARE_BLOCKS = uniform(
+    operand("mxfp4_2d", scale_rule="even"), "square_blocks", residuals=Residuals.QUANTIZED
 )
 RECIPES = (
     recipes.mxfp8_hybrid(),
@@ -103,7 +86,7 @@ RECIPES = (
 class Letters:
     """The axes of a product by letter: batch and contracted letters are shared."""
 
-    def __init__(self, case: DotGeneralCase):
+    def __init__(self, case: Case):
         lhs = list("abcdefg"[: len(case.lhs)])
         rhs = list("ABCDEFG"[: len(case.rhs)])
         for left, right in zip(*case.contracting, strict=True):
@@ -146,7 +129,7 @@ def quantize(x: np.ndarray, spec: OperandSpec, axis: int) -> mx_jax.MXArray:
 
 
 def by_hand(
-    case: DotGeneralCase, recipe: Recipe, lhs: np.ndarray, rhs: np.ndarray, g: np.ndarray
+    case: Case, recipe: Recipe, lhs: np.ndarray, rhs: np.ndarray, g: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The product and both cotangents, in float64."""
     to = Letters(case)
@@ -168,107 +151,52 @@ def by_hand(
     return product, grad_input, grad_weight
 
 
-def draw(case: DotGeneralCase, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def draw(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Operands and a cotangent of the product."""
     lhs, rhs = draw_few_octaves(rng, case.lhs), draw_few_octaves(rng, case.rhs)
     sizes = dict(zip(Letters(case).lhs + Letters(case).rhs, case.lhs + case.rhs, strict=True))
     return lhs, rhs, draw_few_octaves(rng, tuple(sizes[letter] for letter in Letters(case).out))
 
 
-def value_and_grads(operation, case: DotGeneralCase, arrays, jit=jax.jit):
-    """The product and both cotangents of a dot_general, compiled."""
-    run = with_gradients(lambda lhs, rhs: operation(lhs, rhs, case.dimension_numbers))
-    return jit(run)(*arrays)
-
-
-def compare(case: DotGeneralCase, recipe: Recipe, rng: np.random.Generator, jit=quick) -> None:
+def compare(case: Case, recipe: Recipe, rng: np.random.Generator, jit=quick) -> None:
     arrays = draw(case, rng)
-    actual = value_and_grads(recipe.dot_general, case, arrays, jit)
+    numbers = case.contracting, case.batch
+    run = with_gradients(lambda lhs, rhs: recipe.dot_general(lhs, rhs, numbers))
+    actual = jit(run)(*arrays)
     expected = by_hand(case, recipe, *arrays)
-    for name, left, right in zip(
-        ("product", "grad_input", "grad_weight"), actual, expected, strict=True
-    ):
-        if is_exact(recipe):
-            # Zeros have no sign worth comparing: where sums start is not said.
-            assert_bitwise_equal(np.asarray(left) + 0.0, right.astype(np.float32) + 0.0, what=name)
-        else:
-            tolerance = 2e-6 * np.abs(right).max()
-            np.testing.assert_allclose(left, right, rtol=0, atol=tolerance, err_msg=name)
+    if is_exact(recipe):
+        check(actual, [array.astype(np.float32) for array in expected])
+        return
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
 def is_exact(recipe: Recipe) -> bool:
     """Whether no product of the recipe needs more bits than float32 has."""
-    specs = [
-        spec
-        for m in (recipe.output, recipe.grad_input, recipe.grad_weight)
-        for spec in (m.lhs, m.rhs)
-    ]
+    products = recipe.output, recipe.grad_input, recipe.grad_weight
+    specs = [spec for product in products for spec in (product.lhs, product.rhs)]
     return all(spec is not None and spec.format.scale.kind == "exponent" for spec in specs)
 
 
 @pytest.mark.slow(but="plain|odd_batch|kept_around|crossed|batch_of_vectors")
-@pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
-def test_dimension_numbers(case: DotGeneralCase, rng: np.random.Generator):
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_dimension_numbers(case: Case, rng: np.random.Generator):
     compare(case, DISTINCT, rng)
 
 
 @pytest.mark.slow(but="mxfp8_hybrid|weight_only|^quantized$|square_blocks")
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, marks=pytest.mark.slow) if recipe.name == "nvfp4" else recipe
-        for recipe in RECIPES
-    ],
-    ids=lambda recipe: recipe.name,
-)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipes(recipe: Recipe, rng: np.random.Generator):
     # Float scales round in every step: the order of steps that users get is the one to test.
-    compare(PLAIN, recipe, rng, quick if is_exact(recipe) else jax.jit)
+    compare(CASES["plain"], recipe, rng, quick if is_exact(recipe) else jax.jit)
 
 
 def test_quantized_residuals_in_odd_positions(rng: np.random.Generator):
-    (case,) = (case for case in DOT_GENERAL_CASES if case.name == "odd_batch")
-    compare(case, QUANTIZED, rng)
-
-
-def test_the_comparison_sees_axes_and_specs(rng: np.random.Generator):
-    """Another axis or another spec gives other numbers, so agreement above means something."""
-    lhs, _, _ = draw(PLAIN, rng)
-    casts = [
-        cast(lhs, "ab", [letter], spec)
-        for matmul in (DISTINCT.output, DISTINCT.grad_input, DISTINCT.grad_weight)
-        for spec in (matmul.lhs, matmul.rhs)
-        for letter in "ab"
-    ]
-    for i, left in enumerate(casts):
-        for right in casts[:i]:
-            assert not np.array_equal(left, right)
-
-
-@pytest.mark.slow(but="plain|odd_batch|kept_around|crossed|batch_of_vectors")
-@pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
-def test_high_precision_is_lax(case: DotGeneralCase, rng: np.random.Generator):
-    arrays = [10 ** rng.normal(size=x.shape).astype(np.float32) for x in draw(case, rng)]
-    actual = value_and_grads(recipes.high_precision().dot_general, case, arrays)
-    # lax itself takes no negative axes.
-    expected = value_and_grads(lax.dot_general, positive(case), arrays)
-    for name, left, right in zip(
-        ("product", "grad_input", "grad_weight"), actual, expected, strict=True
-    ):
-        assert_bitwise_equal(left, right, what=name)
-
-
-def positive(case: DotGeneralCase) -> DotGeneralCase:
-    sides = (len(case.lhs), len(case.rhs))
-
-    def turn(pair):
-        return tuple(tuple(a % n for a in axes) for axes, n in zip(pair, sides, strict=True))
-
-    return dataclasses.replace(case, contracting=turn(case.contracting), batch=turn(case.batch))
+    compare(CASES["odd_batch"], QUANTIZED, rng)
 
 
 def test_residuals_quantized_keep_no_primal():
-    """What is kept between the passes is uint8 codes and scales, not the float operands."""
+    """Residuals between the passes are uint8 codes and scales, not the float operands."""
     x, w = np.ones((64, 96), np.float32), np.ones((96, 32), np.float32)
 
     def kept(recipe: Recipe) -> list[str]:

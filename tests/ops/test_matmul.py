@@ -1,6 +1,5 @@
 """matmul against jnp.matmul: vectors, matrices, batches that broadcast."""
 
-import functools
 import re
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.ops import product
-from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 
@@ -43,46 +41,6 @@ def test_high_precision_is_jnp(rng: np.random.Generator):
 
     for shapes, actual, expected in zip(SHAPES, *run(pairs), strict=True):
         assert_bitwise_equal(actual, expected, what=str(shapes))
-
-
-def test_mxfp4_is_the_product_of_casts(rng: np.random.Generator):
-    """Blocks lie along the last axis of lhs and the second-last of rhs, whatever broadcasts."""
-    recipe = recipes.mxfp4()
-    spec = recipe.output.lhs
-    assert spec is not None
-    picked = [SHAPES.index(shapes) for shapes in SHAPES if shapes[0] in ((40,), (5, 1, 2, 40))]
-    pairs = draw(rng)
-    pairs = [pairs[index] for index in picked]
-    run = jax.jit(lambda pairs: [mx_jax.matmul(lhs, rhs, recipe=recipe) for lhs, rhs in pairs])
-
-    @jax.jit
-    def cast(pairs):
-        quantize = functools.partial(mx_jax.quantize, format=spec.format, scale_rule="even")
-        axes = [(-1, max(rhs.ndim - 2, 0)) for _, rhs in pairs]
-        return [
-            tuple(quantize(x, axis=axis) for x, axis in zip(pair, each, strict=True))
-            for pair, each in zip(pairs, axes, strict=True)
-        ]
-
-    for index, actual, operands in zip(picked, run(pairs), cast(pairs), strict=True):
-        expected = np.matmul(*map(exact_values, operands)).astype(np.float32)
-        assert_bitwise_equal(actual + 0.0, expected + 0.0, what=str(SHAPES[index]))
-
-
-def test_preferred_element_type_and_precision_are_handed_on():
-    x, w = np.ones((2, 40), np.float32), np.ones((40, 3), np.float32)
-    run = jax.jit(
-        functools.partial(
-            mx_jax.matmul,
-            recipe=recipes.weight_only("mxfp4"),
-            precision="highest",
-            preferred_element_type=jnp.bfloat16,
-        )
-    )
-    with mx_jax.only_backend("reference"):
-        text = run.lower(x, w)
-    assert text.out_info.dtype == jnp.bfloat16
-    assert "HIGHEST" in text.as_text()
 
 
 @pytest.mark.parametrize(

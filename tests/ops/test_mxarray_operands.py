@@ -10,7 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.recipes import Residuals
+from mx_jax.recipes import Recipe, Residuals
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -52,11 +52,10 @@ def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
     assert_bitwise_equal(mx_jax.matmul(*arguments, recipe=MXFP4), product(*used))
 
 
-@pytest.mark.parametrize("name", ["high_precision", "weight_only"])
-def test_high_precision_around_an_mxarray(x: np.ndarray, w: np.ndarray, name: str):
-    recipe = (
-        recipes.high_precision() if name == "high_precision" else recipes.weight_only("mxfp8_e4m3")
-    )
+@pytest.mark.parametrize(
+    "recipe", [recipes.high_precision(), recipes.weight_only("mxfp8_e4m3")], ids=str
+)
+def test_high_precision_around_an_mxarray(x: np.ndarray, w: np.ndarray, recipe: Recipe):
     kernel = mx_jax.quantize(w, "mxfp4", axis=0)
     # x has all its bits here, so the sums may round.
     actual = mx_jax.matmul(x, kernel, recipe=recipe)
@@ -87,7 +86,7 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
 @pytest.mark.slow(but="PRIMAL")
 @pytest.mark.parametrize("residuals", Residuals)
 def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
-    """What was quantized gets the cotangent that it would get as a plain operand."""
+    """The array behind an MXArray gets the cotangent of a plain operand."""
     recipe = dataclasses.replace(MXFP4, residuals=residuals)
     g = np.round(x[:, :5] * 4)
 
@@ -99,8 +98,7 @@ def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residua
         return jnp.sum(mx_jax.matmul(x, w, recipe=quantized) * g)
 
     both = [quick(jax.value_and_grad(f, argnums=(0, 1)))(x, w) for f in (through, plain)]
-    for left, right in zip(*map(jax.tree.leaves, both), strict=True):
-        assert_bitwise_equal(left, right)
+    jax.tree.map(assert_bitwise_equal, *both)
     assert np.abs(both[0][1][0]).max() > 0
 
 

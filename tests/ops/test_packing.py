@@ -23,7 +23,6 @@ from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import store_weights
 from mx_jax.packed import PackedMXArray
-from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
@@ -46,27 +45,6 @@ def pack(x: MXArray, **options) -> PackedMXArray:
 
 def num_calls(function, *args) -> int:
     return function.lower(*args).as_text().count(f"@{products.PACKED_MATMUL}(")
-
-
-@pytest.mark.slow(but=5)
-@needs_library
-@pytest.mark.usefixtures("insist", "kernels_alone")
-@pytest.mark.parametrize("k_first", [False, True], ids=["n_k", "k_n"])
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_packed_weights_give_the_same_bits(format: BlockFormat, k_first: bool):
-    for lhs, m, n, k in ((None, 1, 33, 100), (format, 7, 70, 40)):
-        case = MatmulCase(lhs=lhs, rhs=format, m=(m,), n=(n,), k=(k,), rhs_k_first=k_first)
-        left, right = case.operands(np.random.default_rng(m))
-        assert isinstance(right, MXArray)
-        packed, backend = pack(right), CPU_FFI
-        expected = backend.run(case.call, left, right)
-        assert_bitwise_equal(backend.run(case.call, left, packed), expected, what="product")
-        again = packed.unpack()
-        assert_bitwise_equal(again.codes, right.codes, what="codes")
-        assert_bitwise_equal(exact_values(again), exact_values(right), what="values")
-        assert (packed.shape, packed.format) == (right.shape, right.format)
-        assert (again.format, again.blocks) == (packed.format, packed.blocks)
-        assert again.blocks == right.blocks
 
 
 @needs_library
@@ -126,8 +104,8 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
         # Some rows have ordinary values alone, others tiny or huge ones.
         exponents = rng.integers(-105, 105, rows.shape) * (np.arange(70) % 3 == 1)[:, None]
         rows = jnp.asarray(np.ldexp(np.asarray(rows), exponents), jnp.float32)
-    packed, backend = pack(right), CPU_FFI
-    call = case.call
+    packed, backend, call = pack(right), CPU_FFI, case.call
+    assert_bitwise_equal(packed.unpack().codes, right.codes, what="codes")
     if lhs != "same":
         call = dataclasses.replace(call, lhs=OperandType.of(rows, call.lhs.axes))
     # NumPy cuts rows: for JAX each cut would be a program.
@@ -152,8 +130,6 @@ def test_a_transposed_weight_is_packed_as_it_was(format: str):
     kernel, transposed = pack(stored.T), pack(stored).T
     assert isinstance(transposed, PackedMXArray) and transposed.shape == kernel.shape == (64, 48)
     assert transposed.blocks == kernel.blocks and transposed.mT.shape == (48, 64)
-    for one, other in zip(jax.tree.leaves(transposed), jax.tree.leaves(pack(stored)), strict=True):
-        assert one is not None and one.shape == other.shape
     assert_bitwise_equal(transposed.unpack().codes, stored.T.codes, what="codes")
     assert_bitwise_equal(transposed.T.unpack().codes, stored.codes, what="codes")
     recipe, x = recipes.weight_only(format), draw(3, 64, seed=1)
@@ -269,7 +245,7 @@ def test_without_a_backend_that_packs():
 
 @needs_library
 def test_packed_elsewhere():
-    """Where the backend is not asked, weights are unpacked, and the reference multiplies."""
+    """Under another backend weights are unpacked, and the reference multiplies."""
     kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64)
     with only_backend("cpu_ffi"):
         packed = pack(kernel)
@@ -290,6 +266,8 @@ def test_packed_elsewhere():
         ((64, 40), dict(contracting=1), "blocks lie along the last, got contracting=.1,., blocks"),
         ((64, 40), dict(contracting=7), "axis out of range, got contracting=7"),
         ((64, 40), dict(num_batch=1), "come after the batch axes, got num_batch=1, contracting=.0"),
+        ((64, 40), dict(contracting=1.5), r"contracting must be an int, got.*=1\.5"),
+        ((64, 40), dict(num_batch=0.0), r"num_batch must be an int, got.*=0\.0"),
         ((64, 40), dict(recipe=recipes.mxfp8), "recipe must be a Recipe .call it: recipes are"),
     ],
 )
@@ -322,7 +300,7 @@ def test_what_it_does_not_pack(shape, format: str, options, complaint: str):
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp8_e4m3", ROWS, TENSOR])
-def test_rows_are_taken_from_packed_weights(format: str):
+def test_rows_of_packed_weights(format: str):
     x = mx_jax.quantize(draw(70, 40), format)
     packed, indices = pack(x, contracting=1), jnp.asarray([[0, 69, 31], [32, 32, 80]])
     assert packed.takes
@@ -333,14 +311,9 @@ def test_rows_are_taken_from_packed_weights(format: str):
     # Only the panels of these rows are unpacked.
     shapes = jax.make_jaxpr(lambda packed: packed.take(indices).codes)(packed)
     assert "u8[70,40]" not in str(shapes) and "u8[96,64]" not in str(shapes)
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-def test_a_blocked_axis_has_no_rows_to_take():
-    x = mx_jax.quantize(draw(64, 70), "mxfp4", axis=0)
-    with pytest.raises(IndexError, match="axis=-2 is cut into blocks of 32"):
-        pack(x).take(jnp.asarray([3, 40]))
+    if format != TENSOR:
+        with pytest.raises(IndexError, match="axis=-2 is cut into blocks of"):
+            pack(mx_jax.quantize(draw(64, 70), format, axis=0)).take(indices)
 
 
 # Products of any axes, and scales of whole rows ---------------------------------------------------
@@ -384,7 +357,7 @@ def test_any_product_of_weights(format: str):
         assert_bitwise_equal(packed.unpack().codes, kernel.codes, what=subscripts)
         assert_bitwise_equal(packed.unpack().scales, kernel.scales, what=subscripts)
         for recipe in (each, recipes.float8_rowwise()) if whole else (each,):
-            compiled = jax.jit(product, static_argnums=(0, 3))
+            compiled = quick(product, static_argnums=(0, 3))
             text = compiled.lower(subscripts, left, packed, recipe).as_text()
             assert text.count(f"@{products.PACKED_MATMUL}(") == 1, subscripts
             result = compiled(subscripts, left, packed, recipe)

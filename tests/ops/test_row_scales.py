@@ -44,7 +44,7 @@ def cast(x: np.ndarray, whole: np.ndarray | None = None) -> np.ndarray:
     """Rows in blocks of 16, each under amax / 2688, or under that of a whole row; in NumPy."""
     of_row = np.abs(x if whole is None else whole).max(-1).astype(np.float32) / np.float32(2688)
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
-    blocks = x.reshape(len(x), -1, 16) / np.float64(of_row)[:, None, None]
+    blocks = x.reshape(len(x), -1, 16) / of_row.astype(np.float64)[:, None, None]
     # At least the smallest normal scale.
     scales = np.maximum(np.abs(blocks).max(-1, keepdims=True) / 6, 2.0**-6)
     scales = scales.astype(ml_dtypes.float8_e4m3fn)
@@ -74,10 +74,11 @@ def assert_near(actual, expected):
 )
 def test_the_three_products(arrays, backend, recipe, saved):
     with backend:
-        actual = with_gradients(functools.partial(mx_jax.matmul, recipe=recipe))(*arrays)
+        actual = quick(with_gradients(functools.partial(mx_jax.matmul, recipe=recipe)))(*arrays)
     assert_near(actual, products(*arrays, saved))
 
 
+@pytest.mark.slow(but="fastest|nvfp4|tensorwise|^row-")
 @pytest.mark.parametrize("name", [*NAMES, "row"])
 def test_a_row_alone_and_in_batches(rng, name, backend):
     x, w = rng.standard_normal((8, 96), np.float32), rng.standard_normal((96, 40), np.float32)
@@ -85,12 +86,12 @@ def test_a_row_alone_and_in_batches(rng, name, backend):
     recipe = TOKENS if name == "row" else recipes.from_name(name)
     run = functools.partial(mx_jax.matmul, recipe=recipe, key=jax.random.key(0))
     with backend:
-        alone, *others = (
-            run(batch, w)[0] for batch in (x[:1], x, x[:2] * np.float32([[1], [1000]]))
-        )
+        batches = x[:1], x, x * np.float32([[1], *[[1000]] * 7])
+        alone, *others = (run(batch, w)[0] for batch in batches)
     assert [bool((alone == other).all()) for other in others] == [name not in DEPENDENT] * 2
 
 
+@pytest.mark.slow(but="operands-.*Auto|codes-.*Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("recipe", [ALL, KEPT], ids=["operands", "codes"])
 def test_on_eight_devices(kind, recipe):
@@ -134,7 +135,7 @@ def test_transformations(arrays):
 def test_rows_in_groups(arrays):
     x, w, g = arrays
     experts, sizes = np.stack([w, 2 * w[::-1], w]), np.array([3, 0, 5])
-    run = with_gradients(functools.partial(ragged_dot, group_sizes=sizes, recipe=ALL))
+    run = quick(with_gradients(functools.partial(ragged_dot, group_sizes=sizes, recipe=ALL)))
     y, dx, dw = run(x, experts, g)
     for at, matrix in ((slice(3), w), (slice(3, 8), w)):
         expected = products(x[at], matrix, g[at])

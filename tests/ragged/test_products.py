@@ -15,6 +15,7 @@ from mx_jax.formats import FLOAT8_TENSORWISE_E5M2, MXFP4, MXFP6_E3M2, MXFP8_E4M3
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
 from tests.quick import quick, with_gradients
+from tests.recipes.uniform import uniform
 
 # One shape for every cast of the loop, so that each operand spec compiles once.
 SIZE = 40
@@ -99,13 +100,9 @@ def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
     return values, sums
 
 
-def run(recipe, lhs, rhs, group_sizes, g, key=None) -> Products:
-    @quick
-    def all_three(lhs, rhs, group_sizes, g):
-        product = functools.partial(ragged_dot, group_sizes=group_sizes, recipe=recipe, key=key)
-        return with_gradients(product)(lhs, rhs, g)
-
-    results = all_three(*(jnp.asarray(x) for x in (lhs, rhs, group_sizes, g)))
+def run(recipe, lhs, rhs, group_sizes, g) -> Products:
+    product = functools.partial(ragged_dot, group_sizes=np.array(group_sizes), recipe=recipe)
+    results = quick(with_gradients(product))(*(jnp.asarray(x) for x in (lhs, rhs, g)))
     return Products(*(np.asarray(x, np.float64) for x in results))
 
 
@@ -130,18 +127,6 @@ def draw(rng, group_sizes, m=SIZE, k=SIZE, n=SIZE, integers=False):
     lhs[:used], g[:used] = values(used, k) * factor, values(used, n) / (1 if integers else factor)
     rhs = values(num_groups, k, n) * (1.0 + np.arange(num_groups))[:, None, None]
     return tuple(x.astype(np.float32) for x in (lhs, rhs, g))
-
-
-def uniform(spec, gradient=None, hadamard=None, **fields) -> Recipe:
-    output = MatmulSpec(lhs=spec, rhs=spec, transform=hadamard)
-    backward = MatmulSpec(lhs=gradient or spec, rhs=spec, transform=hadamard)
-    arguments = {
-        "output": output,
-        "grad_input": backward,
-        "grad_weight": backward,
-        "residuals": Residuals.PRIMAL,
-    }
-    return Recipe(name="uniform", **(arguments | fields))
 
 
 def block(format, kept, contracting):
@@ -202,7 +187,9 @@ TRANSFORMED = {
 @pytest.mark.slow(but="groups")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_stay_in_their_group(name: str, rng: np.random.Generator):
-    recipe = uniform(TRANSFORMED[name], hadamard=Hadamard(size=4, signs=SIGNS))
+    spec = TRANSFORMED[name]
+    both = MatmulSpec(lhs=spec, rhs=spec, transform=Hadamard(size=4, signs=SIGNS))
+    recipe = uniform(spec, output=both, grad_input=both, grad_weight=both)
     lhs, rhs, g = draw(rng, GROUP_SIZES, integers=True)
     actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
     expected, sums = loop(recipe, lhs, rhs, GROUP_SIZES, g)
@@ -239,14 +226,7 @@ def test_saved_codes_are_quantized_anew(rng: np.random.Generator):
     square = operand(block(MXFP4, 8, 8), scale_rule="rceil")
     line = operand(MXFP4.with_block(8), scale_rule="even")
     output = MatmulSpec(lhs=square, rhs=square)
-    backward = MatmulSpec(lhs=line, rhs=line)
-    recipe = uniform(
-        square,
-        output=output,
-        grad_input=backward,
-        grad_weight=backward,
-        residuals=Residuals.QUANTIZED,
-    )
+    recipe = uniform(line, output=output, residuals=Residuals.QUANTIZED)
     lhs, rhs, g = draw(rng, GROUP_SIZES)
     actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
     ends = np.cumsum(GROUP_SIZES)

@@ -12,8 +12,8 @@ PRODUCTS = {"output": "y", "grad_input": "dx", "grad_weight": "dW"}
 
 def named() -> dict[str, Recipe]:
     """Every recipe by the call that makes it, under one name each."""
-    found = {name: recipes.from_name(name) for name in recipes.names()}
-    calls = {f"{name}()": made for name, made in found.items() if made.name == name}
+    by_name = {name: recipes.from_name(name) for name in recipes.names()}
+    calls = {f"{name}()": made for name, made in by_name.items() if made.name == name}
     examples = (recipes.weight_only("mxfp4"), recipes.qat("mxfp4"))
     return calls | {made.name.replace("(", '("').replace(")", '")'): made for made in examples}
 

@@ -15,7 +15,7 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import Recipe
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 
 
 def test_fixed_signs():
@@ -64,10 +64,9 @@ def test_nvfp4_keeps_rows_that_the_smallest_normal_scale_loses():
     assert not np.any(mx_jax.cast(x, "nvfp4")[1:])
 
 
-def run(recipe: Recipe, x: jax.Array, w: jax.Array, g: jax.Array, key: Any = None) -> list[Any]:
+def run(recipe: Recipe, *operands: np.ndarray) -> Any:
     """Output, grad_input, grad_weight."""
-    y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
-    return [y, *pullback(g)]
+    return quick(with_gradients(functools.partial(mx_jax.matmul, recipe=recipe)))(*operands)
 
 
 def cast(x: Any, entry: tuple[Any, ...], axis: int) -> jax.Array:
@@ -99,7 +98,7 @@ def test_deepseek_by_hand(name: str, power_of_two: bool):
     """Squares give both products of w the same values; x is kept in lines of the output's."""
     rng = np.random.default_rng(0)
     x, w, g = (rng.standard_normal(s, np.float32) for s in ((128, 256), (256, 128), (128, 128)))
-    y, dx, dw = quick(functools.partial(run, recipes.from_name(name)))(x, w, g)
+    y, dx, dw = run(recipes.from_name(name), x, w, g)
     by = functools.partial(by_deepgemm, power_of_two=power_of_two)
     line, tall, square = (1, 128), (128, 1), (128, 128)
     close(y, by(x, line), by(w, square))
@@ -119,11 +118,11 @@ def test_int8_by_hand(arrays: tuple[np.ndarray, ...]):
         scale = np.abs(x).max(axis, keepdims=True).astype(np.float64) / 127
         return np.rint(x / scale) * scale
 
-    y, dx, dw = quick(functools.partial(run, recipe))(x, w, g)
+    y, dx, dw = run(recipe, x, w, g)
     close(y, by(x, 1), by(w, 0))
     close(dx, by(g, 1), by(w, 1).T)
     close(dw, by(x, 0).T, by(g, 0))
-    *_, high = quick(functools.partial(run, recipe.with_(grad_weight=None)))(x, w, g)
+    *_, high = run(recipe.with_(grad_weight=None), x, w, g)
     close(high, x.T, g)
     drawn = recipe.with_(gradients={"rounding": "stochastic"})  # warnings are errors: none clips
     assert (
@@ -142,7 +141,7 @@ def test_qat_by_hand(format: str, rule: str | None, meant: str, arrays):
     """The gradient of the function that was computed, each rounding taken as the identity."""
     x, w, g = arrays
     x_cast, w_cast = cast(x, (format, meant), 1), cast(w, (format, meant), 0)
-    y, dx, dw = quick(functools.partial(run, recipes.qat(format, rule)))(x, w, g)
+    y, dx, dw = run(recipes.qat(format, rule), x, w, g)
     close(y, x_cast, w_cast)
     close(dx, g, w_cast.T)
     close(dw, x_cast.T, g)

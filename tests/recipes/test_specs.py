@@ -32,19 +32,12 @@ def test_operand_from_names_and_objects():
     ("build", "message"),
     [
         (
-            lambda: operand("mxfp4", scale_rule="amax"),
-            "scale rule 'amax' fills scales of kind element, but format=mxfp4 has e8m0 scales of "
-            "kind exponent; use one of: floor, ceil, even, rceil",
-        ),
-        (lambda: operand("mxfp5"), "'mxfp5'"),
-        (
             lambda: operand("mxfp4", prescale=0.0),
             "OperandSpec: prescale must be positive, got 0.0",
         ),
         (
             lambda: operand("mxfp4", prescale=float("inf")),
-            "OperandSpec: prescale and its reciprocal must be normal float32 numbers, 2^-126 to "
-            "2^126, got prescale=inf",
+            "prescale and its reciprocal must be normal float32 numbers, 2^-126 to 2^126, got pre",
         ),
         (
             lambda: MatmulSpec(lhs=operand(MXFP8_E4M3), rhs=operand(MXFP4_OF_16)),
@@ -71,9 +64,8 @@ def test_operand_from_names_and_objects():
                 output=MatmulSpec(lhs=operand("mxfp8_e4m3", prescale=0.75), rhs=None),
                 residuals=Residuals.QUANTIZED,
             ),
-            "Recipe 'mxfp8': residuals=QUANTIZED keeps the forward's codes for the backward "
-            "products, but output (mxfp8_e4m3 (floor, nearest, times 0.75) x high precision) "
-            "transforms or prescales what it quantizes; use residuals='primal'",
+            "but output (mxfp8_e4m3 (floor, nearest, times 0.75) x high precision) transforms or "
+            "prescales what it quantizes; use residuals='primal'",
         ),
     ],
 )
@@ -105,10 +97,6 @@ def test_a_format_stands_for_its_operand():
         (
             lambda: MatmulSpec(lhs=None, rhs=operand("mxfp4"), transform=16),  # pyright: ignore
             "MatmulSpec: transform must be a Hadamard or None, got transform=16; e.g. Hadamard(",
-        ),
-        (
-            lambda: Hadamard(size="16", signs=None),  # pyright: ignore
-            "Hadamard: size must be an int, got size='16'; e.g. Hadamard(size=16, signs=None)",
         ),
         (
             lambda: Hadamard(size=2, signs=[1, -1]),  # pyright: ignore
@@ -156,15 +144,9 @@ def test_text():
         "precision x high precision; grad_weight high precision x high precision; keeps quantized"
     )
     assert repr(spec) == "operand('mxfp4', scale_rule='even')"
-    own = dataclasses.replace(MXFP4.with_block(64), name="mine")
-    assert repr(operand(own)).startswith("operand(BlockFormat(mine, block=(1, 64)), scale_rule=")
+    mine = dataclasses.replace(MXFP4.with_block(64), name="mine")
+    assert repr(operand(mine)).startswith("operand(BlockFormat(mine, block=(1, 64)), scale_rule=")
     assert repr(recipes.mxfp8_hybrid()) == "mxfp8_hybrid()"
-    lines = recipes.mxfp4_stochastic()._repr_html_().split("<tr>")
-    assert lines[0] == "<table><caption>mxfp4_stochastic</caption>" and len(lines) == 5
-    assert lines[2].startswith("<td>output</td><td>mxfp4 (even, nearest)</td><td>mxfp4_2d (even")
-    assert lines[4].count("<td>") == 4 and "<td>Hadamard 32, random signs</td>" in lines[4]
-    named = dataclasses.replace(recipes.mxfp8(), name="<b>")
-    assert "<caption>&lt;b&gt;</caption>" in named._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -44,26 +44,18 @@ def hand_built(recipe: Recipe, **changes: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("word", OF)
-@pytest.mark.parametrize("given", ["mxint8", None, {"rounding": "stochastic"}], ids=str)
-def test_a_tensor_is_the_same_in_both_of_its_products(word: str, given: Any):
+@pytest.mark.parametrize("change", ["mxint8", None, {"rounding": "stochastic"}], ids=str)
+def test_a_tensor_is_the_same_in_both_of_its_products(word: str, change: Any):
     before = recipes.mxfp4()
-    after = before.with_(**{word: given}, name="mxfp4")
+    after = before.with_(**{word: change}, name="mxfp4")
     new = {
         "mxint8": operand("mxint8", scale_rule="floor"),
         "None": None,
         "{'rounding': 'stochastic'}": operand("mxfp4", scale_rule="rceil", rounding="stochastic"),
-    }[str(given)]
-    expected = {place: new if place in OF[word] else own for place, own in operands(before).items()}
-    assert operands(after) == expected
-    assert (
-        dataclasses.replace(
-            after,
-            output=before.output,
-            grad_input=before.grad_input,
-            grad_weight=before.grad_weight,
-        )
-        == before
-    )
+    }[str(change)]
+    assert operands(after) == operands(before) | dict.fromkeys(OF[word], new)
+    products = {name: getattr(before, name) for name in ("output", "grad_input", "grad_weight")}
+    assert dataclasses.replace(after, **products) == before
 
 
 @pytest.mark.parametrize("word", ["output", "grad_input", "grad_weight"])
@@ -94,18 +86,18 @@ def test_named_recipes_from_each_other():
 def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     """A rule that never clips where the operand rounds stochastically; else the measured one."""
     base = recipes.mxfp4_backward()
-    found = base.with_(weights="mxfp6_e2m3")
+    changed = base.with_(weights="mxfp6_e2m3")
     expected = operand("mxfp6_e2m3", scale_rule="rceil", rounding="stochastic", prescale=0.75)
-    assert found.grad_input.rhs == expected and found.grad_input.lhs == base.grad_input.lhs
-    assert found.output == HIGH and found.grad_weight == base.grad_weight
+    assert changed.grad_input.rhs == expected and changed.grad_input.lhs == base.grad_input.lhs
+    assert changed.output == HIGH and changed.grad_weight == base.grad_weight
     assert recipes.mxfp4_stochastic().with_(gradients="mxfp4") == recipes.mxfp4_stochastic()
     unbiased = recipes.nvfp4().with_(gradients={"format": "nvfp4", "rounding": "stochastic"})
     headroom = operand("nvfp4", scale_rule="amax_headroom", rounding="stochastic")
     assert unbiased.grad_input == MatmulSpec(lhs=headroom, rhs=recipes.nvfp4().output.rhs)
     plain = recipes.qat(MXFP4).with_(activations=MXFP4)
     assert plain.output.lhs == operand(MXFP4, scale_rule="even")
-    given = operand(MXFP4_2D, scale_rule="ceil")
-    assert recipes.mxfp4_stochastic().with_(weights=given).grad_input.rhs == given
+    change = operand(MXFP4_2D, scale_rule="ceil")
+    assert recipes.mxfp4_stochastic().with_(weights=change).grad_input.rhs == change
     square = recipes.mxfp8().with_(weights="mxfp8_e4m3_2d")
     assert square.grad_input.rhs == operand("mxfp8_e4m3_2d", scale_rule="rceil")
 
@@ -149,9 +141,9 @@ def test_whatever_comes_to_round_stochastically_never_clips(recipe: str, gradien
 
 def test_a_product_in_high_precision_stays_so():
     weights = recipes.weight_only("mxfp4")
-    found = weights.with_(activations="mxfp8_e4m3", name="W4A8")
+    changed = weights.with_(activations="mxfp8_e4m3", name="W4A8")
     e4m3 = operand("mxfp8_e4m3", scale_rule="rceil")
-    assert found == hand_built(weights, name="W4A8", output_lhs=e4m3)
+    assert changed == hand_built(weights, name="W4A8", output_lhs=e4m3)
     none = recipes.nvfp4_pretraining().with_(activations=None, gradients=None)
     assert none.grad_weight == HIGH and none.output.rhs == recipes.nvfp4_pretraining().output.rhs
 
@@ -176,18 +168,18 @@ def test_backward_by_one_word():
 
 def test_the_nearer_word_counts():
     """A product's before a tensor's before everything's."""
-    found = recipes.mxfp4().with_(
+    changed = recipes.mxfp4().with_(
         scale_rule="floor",
         rounding="away",
         gradients={"scale_rule": "rceil"},
         grad_weight=MatmulSpec(lhs=operand("mxint8"), rhs=None),
     )
     away = operand("mxfp4", scale_rule="floor", rounding="away")
-    assert found.output == MatmulSpec(lhs=away, rhs=away)
+    assert changed.output == MatmulSpec(lhs=away, rhs=away)
     up = operand("mxfp4", scale_rule="rceil", rounding="away")
-    assert found.grad_input == MatmulSpec(lhs=up, rhs=away)
-    assert found.grad_weight == MatmulSpec(lhs=operand("mxint8"), rhs=None)
-    measured = found.with_(scale_rule=None)
+    assert changed.grad_input == MatmulSpec(lhs=up, rhs=away)
+    assert changed.grad_weight == MatmulSpec(lhs=operand("mxint8"), rhs=None)
+    measured = changed.with_(scale_rule=None)
     assert measured.output.lhs == operand("mxfp4", scale_rule="even", rounding="away")
 
 
@@ -225,35 +217,31 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
             recipes.mxfp8(),
             {"weights": "nvfp4"},
             "with_: recipe 'mxfp8', output: MatmulSpec: blocks of both operands must have one size "
-            "along the contracting axis, got lhs=mxfp8_e4m3 with block=32 and rhs=nvfp4 with "
-            "block=16; give both operands the same, or None to keep one in high precision; output "
-            "multiplies activations and weights",
+            "along the contracting axis, got lhs=mxfp8_e4m3 with block=32 and rhs=nvfp4 with block="
+            "16; give both operands the same, or None to keep one in high precision; output multip",
         ),
         (
             recipes.high_precision(),
             {"weights": "mxfp4"},
-            "with_: recipe 'high_precision': weights changes products that quantize, but output, "
-            "grad_input are in high precision or were given whole, got weights='mxfp4'; start from "
-            "a recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or give the "
-            "product, as output=MatmulSpec(lhs=None, rhs='mxfp4')",
+            "weights changes products that quantize, but output, grad_input are in high precision "
+            "or were given whole, got weights='mxfp4'; start from a recipe that quantizes them, as "
+            "weight_only('mxfp4') or mxfp4(), or give the product, as output=MatmulSpec(lhs=None, ",
         ),
         (
             recipes.mxfp4(),
             {"gradients": "mxfp8_e4m3", "grad_input": None, "grad_weight": HIGH},
-            "gradients changes products that quantize, but grad_input, grad_weight are in "
-            "high precision or",
+            "gradients changes products that quantize, but grad_input, grad_weight are in high pre",
         ),
         (
             recipes.weight_only("mxfp4"),
             {"activations": {"rounding": "stochastic"}},
-            "with_: recipe 'weight_only(mxfp4)', output: activations are in high precision here, "
-            "got activations={'rounding': 'stochastic'}; name their format too, as activations={",
+            "output: activations are in high precision here, got activations={'rounding': "
+            "'stochastic'}; name their format too, as activations={",
         ),
         (
             recipes.mxfp8(),
             {"backward": "quantised"},
-            "with_: recipe 'mxfp8': backward must be one of high_precision, dequantized, quantized "
-            "(did you mean 'quantized'?), got backward='quantised'",
+            "backward must be one of high_precision, dequantized, quantized (did you mean 'quantiz",
         ),
         (
             recipes.high_precision(),
@@ -264,13 +252,12 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
         (
             recipes.mxfp4(),
             {"scale_rule": "amax"},
-            "with_: recipe 'mxfp4', output: scale rule 'amax' fills scales of kind element, but",
+            "output: scale rule 'amax' fills scales of kind ",
         ),
         (
             recipes.mxfp4(),
             {"weights": {"block": 16}},
-            "weights has no part 'block', got weights={'block': 16}; its parts: format, "
-            "scale_rule, rounding, prescale",
+            "weights has no part 'block', got weights={'",
         ),
     ],
 )
@@ -284,8 +271,8 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
     [
         (
             {"grad_weight": "mxfp4"},
-            "with_: recipe 'mxfp4': grad_weight must be a MatmulSpec or None for high precision, "
-            "got grad_weight='mxfp4'; e.g. dataclasses.replace(recipe.grad_weight, lhs=None)",
+            "grad_weight must be a MatmulSpec or None for high precision, got grad_weight='mxfp4'; "
+            "e.g. dataclasses.replace(recipe.grad_weight, lhs=None)",
         ),
         (
             {"weights": 4},
@@ -294,9 +281,7 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
         (
             {"residuals": "quantized"},
             "with_: recipe 'mxfp4' got an unexpected keyword argument 'residuals', "
-            "residuals='quantized'; it takes: name, weights, activations, gradients, scale_rule, "
-            "rounding, output, grad_input, grad_weight, backward; the rest of "
-            "a recipe changes by dataclasses.replace(",
+            "residuals='quantized'; it takes: name, weights, activations, gradients, scale_rule, ",
         ),
         ({"weights": {"prescale": "x"}}, "OperandSpec: prescale must be a number, got 'x'; output"),
         ({"name": ""}, "Recipe: name must be a text, got name=''; e.g. 'mine'"),

@@ -7,5 +7,5 @@ from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals
 
 def uniform(spec: OperandSpec | None, name: str = "uniform", **fields: Any) -> Recipe:
     both = MatmulSpec(lhs=spec, rhs=spec)
-    given = {"output": both, "grad_input": both, "grad_weight": both, "residuals": Residuals.PRIMAL}
-    return Recipe(name=name, **(given | fields))
+    products = dict.fromkeys(("output", "grad_input", "grad_weight"), both)
+    return Recipe(name=name, **(products | {"residuals": Residuals.PRIMAL} | fields))

@@ -75,12 +75,12 @@ def test_cotangents(side: Side):
         axes = ProductAxes(lhs_axes, rhs_axes)
         g = np.random.default_rng(7).integers(-9, 9, (*BATCH, *M, *N))
         of, g_is_left = axes.cotangent(side)
-        own, other = (lhs, rhs) if side == "lhs" else (rhs, lhs)
+        target, other = (lhs, rhs) if side == "lhs" else (rhs, lhs)
         bar = dot_general(g, other, of) if g_is_left else dot_general(other, g, of)
-        assert bar.shape == own.shape
-        step = np.random.default_rng(8).integers(-9, 9, own.shape)
+        assert bar.shape == target.shape
+        step = np.random.default_rng(8).integers(-9, 9, target.shape)
         moved = dot_general(step, rhs, axes) if side == "lhs" else dot_general(lhs, step, axes)
         assert (g * moved).sum() == (bar * step).sum()
         # Every group in canonical order: backends take nothing else.
-        assert of.lhs.is_canonical and of.rhs.is_canonical
+        assert of.lhs.has_canonical_order and of.rhs.has_canonical_order
         assert g_is_left is not (k_firsts[0] if side == "lhs" else k_firsts[1])

@@ -52,9 +52,9 @@ def test_transform_along_an_axis():
     padded = np.pad(x, ((0, 0), (0, 2), (0, 0))).reshape(3, 2, 4, 2)
     expected = np.einsum("agij,ik->agkj", padded * SIGNS[:, None], sylvester(4)).reshape(3, 8, 2)
     apply = quick(hadamard.apply, static_argnames="axis")
-    turned = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1)
-    assert turned.dtype == jnp.float32
-    np.testing.assert_array_equal(turned, expected)
+    result = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1)
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_equal(result, expected)
     with lowering(Lowering("tpu")):
         fast = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1)
     assert fast.dtype == jnp.float32
@@ -79,5 +79,5 @@ def test_weights_that_are_constants_of_the_program():
     )
     with mx_jax.only_backend("reference"):
         inside = jax.jit(lambda x: mx_jax.matmul(x, w, recipe=recipe))(x)
-        given = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(x, w)
-    np.testing.assert_allclose(inside, given, rtol=1e-5, atol=1e-4)
+        as_argument = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(x, w)
+    np.testing.assert_allclose(inside, as_argument, rtol=1e-5, atol=1e-4)

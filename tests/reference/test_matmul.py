@@ -26,7 +26,7 @@ def test_what_operands_are_held_at(format: str, factor: float):
     np.testing.assert_array_equal(np.asarray(held.values) * factor, quantized.dequantize())
 
 
-def test_how_the_product_is_asked_for():
+def test_precision_and_dtype_of_the_product():
     """Two quantized operands at the highest precision; float32 sums, rounded once."""
     quantized = mx_jax.quantize(X, "mxfp4"), mx_jax.quantize(X.T, "mxfp4", axis=0)
     low, high = lax.Precision.DEFAULT, lax.Precision.HIGHEST
@@ -44,6 +44,6 @@ def test_how_the_product_is_asked_for():
         (dot,) = [e for e in jax.make_jaxpr(product)().eqns if e.primitive.name == "dot_general"]
         assert dot.params["precision"] == (precision, precision)
         assert dot.params["preferred_element_type"] == jnp.float32
-    found = scaled_matmul(*quantized, PLAIN, jnp.bfloat16)
+    result = scaled_matmul(*quantized, PLAIN, jnp.bfloat16)
     values = [np.asarray(x.dequantize(), np.float64) for x in quantized]
-    np.testing.assert_array_equal(found, jnp.bfloat16(np.float32(values[0] @ values[1])))
+    np.testing.assert_array_equal(result, jnp.bfloat16(np.float32(values[0] @ values[1])))

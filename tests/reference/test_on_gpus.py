@@ -43,10 +43,10 @@ def test_reciprocals_of_every_scale(monkeypatch: pytest.MonkeyPatch):
     looked_up = jax.jit(lambda scale: reciprocals(scale))
     assert "gather" in looked_up.trace(scales[0]).lower().as_text()
     for scale, values in zip(scales, wanted, strict=True):
-        found = looked_up(scale)
-        assert found.shape == codes.shape
-        assert np.array_equal(np.isnan(found), np.isnan(values)) and np.isnan(found).any()
-        assert np.array_equal(np.nan_to_num(found, nan=0), np.nan_to_num(values, nan=0))
+        result = looked_up(scale)
+        assert result.shape == codes.shape
+        assert np.array_equal(np.isnan(result), np.isnan(values)) and np.isnan(result).any()
+        assert np.array_equal(np.nan_to_num(result, nan=0), np.nan_to_num(values, nan=0))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_casts_give_the_same_bits(name: str, axis: int, size: Any, monkeypatch: 
 
     wanted = quick(cast)(x)
     as_on_gpus(monkeypatch)
-    found = quick(lambda x: cast(x))(x)
-    for one, other in zip(found, wanted, strict=True):
+    result = quick(lambda x: cast(x))(x)
+    for one, other in zip(result, wanted, strict=True):
         assert np.array_equal(one, other)
 
 

@@ -39,22 +39,22 @@ def test_rows_under_their_groups_scales(format):
         ways = (NEAREST, None), (TOWARD_ZERO, None), (STOCHASTIC, jnp.zeros(x.shape, jnp.int32))
         return [encode_by_group(placed, rows, peaks, *way) for way in ways], peaks
 
-    (found, down, drawn), peaks = by_group(x, np.array([2, 0, 2], np.int32))
+    (result, down, drawn), peaks = by_group(x, np.array([2, 0, 2], np.int32))
     assert_bitwise_equal(drawn.codes, down.codes, what="zeros for random bits never round up")
-    assert (np.asarray(down.codes) != found.codes).any()
-    assert found.blocks == blocks[1:] and found.dtype == jnp.float32
+    assert (np.asarray(down.codes) != result.codes).any()
+    assert result.blocks == blocks[1:] and result.dtype == jnp.float32
     scales = np.asarray(peaks.scales)[:, 0]
-    assert_bitwise_equal(found.scales[:4], scales[[0, 0, 2, 2]])
-    assert not np.asarray(found.codes)[4].any()
-    assert np.asarray(found.scales)[4].tolist() == [1] * scales.shape[1]
+    assert_bitwise_equal(result.scales[:4], scales[[0, 0, 2, 2]])
+    assert not np.asarray(result.codes)[4].any()
+    assert np.asarray(result.scales)[4].tolist() == [1] * scales.shape[1]
     if format is NVFP4:
-        assert_bitwise_equal(found.tensor_scale, np.asarray(peaks.tensor_scale)[0])
+        assert_bitwise_equal(result.tensor_scale, np.asarray(peaks.tensor_scale)[0])
     else:
-        values = np.asarray(found.dequantize())[:4]
+        values = np.asarray(result.dequantize())[:4]
         np.testing.assert_allclose(values, x[:4], rtol=1 / 16, atol=1e-4)
 
 
-def test_how_the_product_is_asked_for():
+def test_precision_and_dtype_of_the_product():
     """Two quantized operands at the highest precision; sums in float32 unless neither is."""
     x, w = jnp.ones((4, 32)), jnp.ones((2, 32, 8))
     q, r = mx_jax.quantize(x, "mxfp4"), mx_jax.quantize(w, "mxfp4", axis=1)
@@ -75,5 +75,5 @@ def test_how_the_product_is_asked_for():
         assert dot.params["precision"] == precision
         assert dot.params["preferred_element_type"] == dtype
         assert ("operand_precision={highest" in lowered) == (precision == high)
-        found = quick(product)()
-        assert found.dtype == jnp.bfloat16 and (np.asarray(found) == 32).all()
+        result = quick(product)()
+        assert result.dtype == jnp.bfloat16 and (np.asarray(result) == 32).all()

@@ -21,26 +21,25 @@ RECIPE = dataclasses.replace(recipes.mxfp4(), gather="fsdp")
 FEATURES = 128
 # Codes of half a byte and a scale for each block of 32, in both orientations.
 NBYTES = 2 * (FEATURES**2 // 2 + FEATURES**2 // 32)
-RULES = convert.Rule(".*", "mxfp4", gather="fsdp")
 INIT = nn.initializers.lecun_normal()
 
 
-class Ours(nn.Module):
+class Model(nn.Module):
+    """A layer of this library, or one of Flax."""
+
     init_fn: Any
-    gather: Any = "fsdp"
+    options: Any
 
     @nn.compact
     def __call__(self, x):
-        dense = mx_jax.nn.linen.Dense
-        return dense(FEATURES, recipe="mxfp4", gather=self.gather, kernel_init=self.init_fn)(x)
+        dense = mx_jax.nn.linen.Dense if self.options else nn.Dense
+        return dense(FEATURES, kernel_init=self.init_fn, **self.options)(x)
 
 
-class Theirs(nn.Module):
-    init_fn: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(FEATURES, kernel_init=self.init_fn)(x)
+def linen_model(ours: bool, init: Any, gather: str | None = "fsdp") -> Any:
+    if ours:
+        return Model(init, {"recipe": "mxfp4", "gather": gather})
+    return convert.linen(Model(init, {}), convert.Rule(".*", "mxfp4", gather=gather))
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +72,17 @@ def exchanged(
     return gathered(text)
 
 
-@pytest.mark.slow(but="True-True")
-@pytest.mark.parametrize("boxed", [True, False])
+@pytest.mark.slow(but="True-(boxed|no metadata)")
+@pytest.mark.parametrize("metadata", ["boxed", "unboxed", "no metadata"])
 @pytest.mark.parametrize("ours", [True, False])
-def test_linen(ours: bool, boxed: bool, mesh, x):
-    init = nn.with_partitioning(INIT, ("fsdp", None))
-    model: Any = Ours(init) if ours else convert.linen(Theirs(init), RULES)
+def test_linen(ours: bool, metadata: str, mesh, x):
+    """Without metadata where the parameters lie is enough."""
+    is_said = metadata != "no metadata"
+    init = nn.with_partitioning(INIT, ("fsdp", None)) if is_said else INIT
+    model = linen_model(ours, init, "fsdp" if is_said else None)
     variables = quick(model.init)(jax.random.key(0), x)
     plain = nn.unbox(variables)
-    expected = model.apply(plain, x)
-    params = variables if boxed else plain
+    params = variables if metadata == "boxed" else plain
 
     def loss(variables, x):
         return (model.apply(variables, x) ** 2).sum()
@@ -90,25 +90,7 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
     assert exchanged(loss, mesh, params, x) == NBYTES
     with jax.set_mesh(mesh):
         actual = jax.jit(model.apply)(params, x)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow(but="True")
-@pytest.mark.parametrize("ours", [True, False])
-def test_linen_with_nothing_said(ours: bool, mesh, x):
-    """Where the parameters lie is enough: no metadata, no names of axes."""
-    rule = convert.Rule(".*", "mxfp4")
-    model: Any = Ours(INIT, None) if ours else convert.linen(Theirs(INIT), rule)
-    variables = quick(model.init)(jax.random.key(0), x)
-    loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
-    assert exchanged(loss, mesh, variables, x) == NBYTES
-
-
-def test_nnx_with_nothing_said(mesh, x):
-    layer = mx_jax.nn.nnx.Linear(FEATURES, FEATURES, recipe="mxfp4", rngs=nnx.Rngs(0))
-    graph, state = nnx.split(layer)
-    loss = lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum()  # noqa: E731
-    assert exchanged(loss, mesh, state, x) == NBYTES
+    np.testing.assert_allclose(actual, model.apply(plain, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", ["Dense", "DenseGeneral", "Einsum"])
@@ -120,30 +102,32 @@ def test_linen_fields(layer: str):
 
 
 def test_linen_with_logical_names(mesh, x):
-    model: Any = Ours(nn.with_logical_partitioning(INIT, ("embed", "mlp")))
+    model = linen_model(True, nn.with_logical_partitioning(INIT, ("embed", "mlp")))
     with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
         plain = nn.unbox(model.init(jax.random.key(0), x))
         loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
         assert exchanged(loss, mesh, plain, x) == NBYTES
 
 
-@pytest.mark.slow(but="True")
-@pytest.mark.parametrize("ours", [True, False])
-def test_nnx(ours: bool, mesh, x):
-    init = nnx.with_partitioning(INIT, ("fsdp", None))
+NNX: dict[str, Any] = {
+    "no metadata": lambda init: mx_jax.nn.nnx.Linear(
+        FEATURES, FEATURES, recipe="mxfp4", rngs=nnx.Rngs(0)
+    ),
+    "metadata": lambda init: mx_jax.nn.nnx.Linear(
+        FEATURES, FEATURES, recipe="mxfp4", gather="fsdp", kernel_init=init, rngs=nnx.Rngs(0)
+    ),
+    "converted": lambda init: convert.nnx(
+        nnx.Linear(FEATURES, FEATURES, kernel_init=init, rngs=nnx.Rngs(0)),
+        convert.Rule(".*", "mxfp4", gather="fsdp"),
+    ),
+}
+
+
+@pytest.mark.slow(but="metadata")
+@pytest.mark.parametrize("make", NNX.values(), ids=NNX)
+def test_nnx(make: Any, mesh, x):
     with jax.set_mesh(mesh):
-        if ours:
-            layer: Any = mx_jax.nn.nnx.Linear(
-                FEATURES,
-                FEATURES,
-                recipe="mxfp4",
-                gather="fsdp",
-                kernel_init=init,
-                rngs=nnx.Rngs(0),
-            )
-        else:
-            layer = nnx.Linear(FEATURES, FEATURES, kernel_init=init, rngs=nnx.Rngs(0))
-            layer = convert.nnx(layer, RULES)
+        layer = make(nnx.with_partitioning(INIT, ("fsdp", None)))
     graph, state = nnx.split(layer)
 
     def loss(state, x):
@@ -153,7 +137,7 @@ def test_nnx(ours: bool, mesh, x):
 
 
 def test_kernels_without_metadata_are_not_gathered(mesh, x):
-    model: Any = Ours(INIT)
+    model = linen_model(True, INIT)
     variables = quick(model.init)(jax.random.key(0), x)
     with jax.set_mesh(mesh):
         assert model.apply(variables, x).shape == x.shape

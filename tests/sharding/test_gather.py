@@ -113,7 +113,7 @@ def test_one_tensor_scale_inside_shard_map(arrays):
     np.testing.assert_allclose(actual, mx_jax.matmul(x, w, recipe=recipe), rtol=2e-5, atol=2e-3)
 
 
-def test_parts_of_a_kernel_draw_their_own_bits():
+def test_parts_of_a_kernel_draw_different_bits():
     weights = {"scale_rule": "rceil", "rounding": "stochastic"}
     recipe = recipes.weight_only("mxfp4").with_(weights=weights)
     w = np.full((128, 128), 0.3, np.float32)

@@ -1,6 +1,5 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -16,7 +15,6 @@ from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library, products
 from mx_jax.backends.xla import XLA
 from mx_jax.formats import INT8_ROWWISE
-from mx_jax.sharding import Gather
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import OPTIONS, quick, with_gradients
@@ -48,6 +46,12 @@ def mesh() -> Mesh:
     return mesh_of(AxisType.Auto)
 
 
+@pytest.fixture(scope="module")
+def expected(arrays: Any) -> Any:
+    """Of one device, by MXFP4."""
+    return quick(step(MXFP4))(*arrays)
+
+
 def step(recipe: Any) -> Any:
     """A product and its gradients, by a recipe or by lax."""
 
@@ -63,22 +67,16 @@ def step(recipe: Any) -> Any:
 RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 
 
-@pytest.mark.slow(but="mxfp4|mxfp8-gather")
-@pytest.mark.parametrize("gathers", [False, True], ids=["", "gather"])
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("name", RATIOS)
-def test_weights_move_as_codes(name: str, gathers: bool, mesh: Mesh, arrays: Any):
-    """By themselves, and as a recipe's `gather` asks."""
+def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
     recipe, (x, w, g) = recipes.from_name(name), FSDP
-    chosen = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w)) if gathers else recipe
-    text, actual = compiled(step(chosen), mesh, arrays, FSDP, (g, x, w))
+    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
     theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
     assert gathered(text) == gathered(text, "u8") < gathered(theirs)
     assert gathered(text) / (2 * 2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
-    if not gathers:
-        sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
-        assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [
-            ("f32", 4 * WEIGHTS // 4)
-        ]
+    sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
+    assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [("f32", 4 * WEIGHTS // 4)]
     expected = quick(step(recipe))(*arrays)
     if name == "nvfp4":
         for one, other in zip(actual, expected, strict=True):
@@ -108,26 +106,27 @@ WANTED = {
 
 @pytest.mark.slow(but="FSDP|tensor, row|both")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, mesh: Mesh, arrays: Any):
+def test_layouts(layout: str, mesh: Mesh, arrays: Any, expected: Any):
     x, w, g = LAYOUTS[layout]
     text, actual = compiled(step(MXFP4), mesh, arrays, (x, w, g), (g, x, w))
-    check(actual, quick(step(MXFP4))(*arrays))
+    check(actual, expected)
     assert gathered(text) == gathered(text, "u8") == WANTED.get(layout, 0)
 
 
-@pytest.mark.parametrize("layout", ["data", "FSDP", "tensor, column", "tensor, row"])
-def test_integers(layout: str, mesh: Mesh):
+def test_integers(mesh: Mesh):
     """One scale is the whole row's, wherever its parts lie: codes are one device's, and sums in
     int32 exact. Each of at most 4 parts is scaled by two factors, and then they are added up."""
-    layouts = LAYOUTS | {"data": (P("fsdp"), P(), P("fsdp")), "FSDP": FSDP}
-    rng, (x, w, g) = np.random.default_rng(0), layouts[layout]
+    layouts = [(P("fsdp"), P(), P("fsdp")), FSDP]
+    layouts += [LAYOUTS[name] for name in ("tensor, column", "tensor, row")]
+    rng, run = np.random.default_rng(0), step("int8_rowwise")
     shapes = (TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS)
     arrays = [(rng.normal(size=s) * 2.0 ** rng.integers(-9, 9, s)).astype("f4") for s in shapes]
-    run = step("int8_rowwise")
-    _, actual = compiled(run, mesh, arrays, (x, w, g), (g, x, w))
     bounds = [8 * 2.0**-24 * magnitude for magnitude in quick(run)(*map(abs, arrays))]
-    for one, other, bound in zip(actual, quick(run)(*arrays), bounds, strict=True):
-        assert (abs(one - other) <= bound).all()
+    wanted = quick(run)(*arrays)
+    for x, w, g in layouts:
+        _, actual = compiled(run, mesh, arrays, (x, w, g), (g, x, w))
+        for one, other, bound in zip(actual, wanted, bounds, strict=True):
+            assert (abs(one - other) <= bound).all(), (x, w, g)
     # Split by XLA, as on TPUs.
     call = MatmulCase(lhs=INT8_ROWWISE, rhs=INT8_ROWWISE, m=(8,), n=(8,), k=(FEATURES,)).call
     dot = lambda *xs: XLA.run(call, *(mx_jax.quantize(x, INT8_ROWWISE) for x in xs))  # noqa: E731
@@ -142,7 +141,7 @@ ROWS = {"FSDP on k": (64, 64, 128), "sequence, column": (64, 256, 64)}
 
 
 @pytest.mark.parametrize("layout", ROWS)
-def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any):
+def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any, expected: Any):
     """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
     specs = FSDP if layout == "FSDP on k" else LAYOUTS[layout]
     wanted = tuple(NamedSharding(mesh, specs[number]) for number in (2, 0, 1))
@@ -155,7 +154,7 @@ def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any):
     (text, actual), (theirs, _) = programs
     assert gathered(text) == gathered(text, "u8") > 0
     assert total(text) < 0.35 * total(theirs)
-    check(actual, quick(step(MXFP4))(*arrays))
+    check(actual, expected)
     if not isinstance(loaded := library.load(), str):
         assert "mx_jax_cpu_quantize" in text
         # Of integers any number of rows.
@@ -168,12 +167,12 @@ def total(program: str) -> int:
     return sum(exchange.nbytes for exchange in collectives(program))
 
 
-def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any):
+def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any, expected: Any):
     """Then it lies as lax's would."""
     specs = P("fsdp"), P("fsdp", "model"), P("fsdp")
     text, actual = compiled(step(MXFP4), mesh, arrays, specs)
     _, theirs = compiled(step(None), mesh, arrays, specs)
-    check(actual, quick(step(MXFP4))(*arrays))
+    check(actual, expected)
     assert [a.sharding.spec for a in actual] == [a.sharding.spec for a in theirs]
     assert not [c for c in collectives(text) if c.kind == "all-gather" and c.dtype != "u8"]
 
@@ -208,19 +207,13 @@ def test_axes_cut_in_two(arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
-@pytest.mark.slow(but="vmap")
-@pytest.mark.parametrize("mapped", [jax.vmap, jax.checkpoint, lax.map], ids=lambda f: f.__name__)
-def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
+def test_under_a_loop_of_remat(mesh: Mesh, arrays: Any):
+    """Under vmap: test_batches.py."""
     x, w, _ = arrays
-    inner = lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4)  # noqa: E731
+    inner = jax.checkpoint(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4))
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-        if mapped is jax.vmap:
-            y = jax.vmap(inner, (0, None))(x.reshape(2, -1, FEATURES), w)
-        elif mapped is lax.map:
-            y = lax.map(lambda x: inner(x, w), x.reshape(2, -1, FEATURES))
-        else:
-            y = mapped(inner)(x, w)
+        y = lax.map(lambda x: inner(x, w), x.reshape(2, -1, FEATURES))
         return jnp.sum(y * y) / TOKENS
 
     run = jax.grad(loss, (0, 1))
@@ -261,7 +254,7 @@ EXPLICIT = {
 
 
 @pytest.mark.parametrize("layout", EXPLICIT)
-def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
+def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any, expected: Any):
     """Operands' types say where the product and its gradients are, as they do of lax's."""
     mesh = mesh_of(AxisType.Explicit)
     operands = place(mesh, arrays, EXPLICIT[layout])
@@ -275,17 +268,17 @@ def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
     text, actual = run(
         lambda *operands, **named: mx_jax.dot_general(*operands, recipe=MXFP4, **named)
     )
-    theirs, expected = run(lax.dot_general)
-    assert [x.sharding.spec for x in actual] == [x.sharding.spec for x in expected]
+    theirs, plain = run(lax.dot_general)
+    assert [x.sharding.spec for x in actual] == [x.sharding.spec for x in plain]
     assert total(text) <= total(theirs)
-    check(actual, quick(step(MXFP4))(*arrays))
+    check(actual, expected)
     product = mx_jax.matmul(*operands[:2], recipe=MXFP4, out_sharding=lies)
     assert product.sharding.is_equivalent_to(lies, 2)
     check([product], actual[:1])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any):
+def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any, expected: Any):
     """Axes that are not in `axis_names` stay the compiler's, or types': it moves no more there."""
     mesh = mesh_of(kind)
     specs = P("fsdp"), P(None, "model"), P("fsdp", "model")
@@ -300,4 +293,4 @@ def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any):
     # On explicit axes JAX 0.10 moves an array of the input's size once more.
     is_older = jax.__version_info__ < (0, 11) and kind is AxisType.Explicit
     assert total(text) <= total(theirs) + is_older * 4 * FEATURES * TOKENS // 4
-    check(actual, quick(step(MXFP4))(*arrays))
+    check(actual, expected)

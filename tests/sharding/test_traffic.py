@@ -59,6 +59,7 @@ COMPILED = [
 ]
 COMPILED += [Case(layout, "shard_map", "mxfp4", "bfloat16") for layout in EXPERTS]
 COMPILED += [Case(MODEL, "no mesh", "mxfp8", "bfloat16")]
+COMPILED += [Case("FSDP, tensor row", "explicit", PLAIN, "bfloat16")]
 
 
 @functools.cache
@@ -117,15 +118,10 @@ def test_tpus_move_codes_where_gathers_are_named(device: str):
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
 @pytest.mark.slow(
-    but="FSDP by k-(no mesh|shard_map)|FSDP, scanned-explicit|tensor, row-set_mesh|no capacity"
+    but="FSDP by k-(no mesh|shard_map)|scanned-explicit|tensor, row-set_mesh|no capacity|-jax"
 )
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.layout}-{case.way}")
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(case[:3]))
 def test_programs_move_what_is_committed(case: Case):
-    assert +counted(case) == committed()[case]
-
-
-def test_plain_jax_moves_what_is_committed():
-    case = Case("FSDP, tensor row", "explicit", PLAIN, "bfloat16")
     assert +counted(case) == committed()[case]
 
 

@@ -18,6 +18,7 @@ pytestmark = [
 BUDGETS = {
     "v6e": {
         "product": (279, 99),
+        "copy": (92, 528),
         "cast-1": (89, 50),
         "cast0": (59, 50),
         "cast-both": (146, 67),
@@ -39,9 +40,10 @@ BUDGETS = {
 
 @pytest.mark.parametrize("device", BUDGETS)
 def test_budgets(device: str, tmp_path: Path):
+    """Of a v6e more is known: 262,144 multiply-adds a cycle, and a copy's bytes."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     options = ["--devices", device, "--programs", *BUDGETS[device], "--out", tmp_path / "of.json"]
-    printed("-m", "benchmarks.tpu", *options, PYTHONPATH=paths)
+    shown = printed("-m", "benchmarks.tpu", *options, PYTHONPATH=paths)
     rows = json.loads((tmp_path / "of.json").read_text())["rows"]
     costs = {
         row["program"]: (row["bundles"] / 1e3, (row["read"] + row["written"]) / 2**20)
@@ -53,3 +55,8 @@ def test_budgets(device: str, tmp_path: Path):
         if any(x > most for x, most in zip(cost, BUDGETS[device][name], strict=True))
     }
     assert set(costs) == set(BUDGETS[device]) and not over
+    if device == "v6e":
+        product, copy = (row for row in rows if row["program"] in ("product", "copy"))
+        assert 1 <= product["bundles"] / (4096**3 / 262_144) < 1.1 and product["unit"] == "MATMUL"
+        assert copy["read"] == copy["written"] == 2**28 and copy["unit"] == "HBM"
+        assert not product["doubt"] + copy["doubt"] and "bfloat16 product 4096^3" in shown

@@ -63,6 +63,21 @@ def mesh(devices: list[Any]) -> Mesh:
     )
 
 
+Exchanged = Callable[[str, str, str], Counter[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def exchanged(devices: list[Any]) -> Exchanged:
+    """Bytes that a device receives, of a layout, a way and a recipe; each compiled once."""
+
+    @functools.cache
+    def count(layout: str, way: str, recipe: str) -> Counter[tuple[str, str]]:
+        case = collectives.Case(layout, way, recipe, "bfloat16")
+        return received(collectives.lowered(case, devices).compile().as_text(), len(devices))
+
+    return count
+
+
 def lying(mesh: Mesh, spec: PartitionSpec, *shape: int, dtype: Any = DTYPE) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
@@ -77,34 +92,31 @@ def compiled(run: Callable[..., Any], *operands: Any, out: Any = None) -> str:
 PRODUCTS = ("data", "FSDP by k", "FSDP, scanned", "tensor, column", "tensor, row")
 
 
+# What moves nothing is compiled by types and without a mesh.
+@pytest.mark.slow(but="FSDP|explicit|no mesh")
 @pytest.mark.parametrize("way", ("gather", "set_mesh", "no mesh", "explicit", "shard_map"))
 @pytest.mark.parametrize("layout", [*PRODUCTS, "FSDP, tensor column"])
-def test_layouts(layout: str, way: str, devices: list[Any]):
+def test_layouts(layout: str, way: str, exchanged: Exchanged):
     """A product and its gradients: codes move where types or recipes say what does, else values;
     sums in the operands' dtype."""
     moved, summed = set[str](), set[str]()
-    for (kind, dtype), size in exchanged(layout, way, "mxfp4", devices).items():
+    for (kind, dtype), size in exchanged(layout, way, "mxfp4").items():
         if size:
             (moved if kind == "all-gather" else summed).add(dtype)
-    told = way in ("gather", "explicit", "shard_map")
-    assert moved == ({"u8" if told else "bf16"} if layout.startswith("FSDP") else set())
+    is_said = way in ("gather", "explicit", "shard_map")
+    assert moved == ({"u8" if is_said else "bf16"} if layout.startswith("FSDP") else set())
     assert summed <= {"bf16"}
-
-
-def exchanged(layout: str, way: str, recipe: str, devices: list[Any]) -> Counter[tuple[str, str]]:
-    case = collectives.Case(layout, way, recipe, "bfloat16")
-    return received(collectives.lowered(case, devices).compile().as_text(), len(devices))
 
 
 @pytest.mark.parametrize(
     ("name", "ratio"),
     [*zip(collectives.SQUARES, (0.75, 0.63), strict=True), ("mxfp8", 1.016), ("mxfp4", 0.77)],
 )
-def test_square_blocks_are_gathered_once(name: str, ratio: float, devices: list[Any]):
+def test_square_blocks_are_gathered_once(name: str, ratio: float, exchanged: Exchanged):
     """8 or 4 bits, and a gradient of 16, where plain JAX gathers 16; rows are gathered twice."""
     for way in ("gather", "explicit", "shard_map", "no mesh"):
         ours, plain = (
-            exchanged("FSDP by n", way, own, devices).total() for own in (name, collectives.PLAIN)
+            exchanged("FSDP by n", way, recipe).total() for recipe in (name, collectives.PLAIN)
         )
         # Values of both orientations are equal.
         wanted = ratio if way != "no mesh" else 1.0 if name in collectives.SQUARES else 1.5
@@ -116,6 +128,10 @@ def test_rows_go_to_experts(devices: list[Any]):
     assert "ragged-all-to-all" in collectives.lowered(case, devices).compile().as_text()
 
 
+# One of each kind of casts; mxfp8 and mxfp4 are in other programs too.
+@pytest.mark.slow(
+    but="v3$|wise$|hadamard|stochastic|mxfp6$|mxfp8$|mxint8|four_over_six|pretraining"
+)
 @pytest.mark.parametrize("name", sorted({recipes.from_name(name).name for name in recipes.names()}))
 def test_recipes(name: str, mesh: Mesh):
     """Forward and gradients, FSDP and tensor parallel at once."""

@@ -1,8 +1,5 @@
 """How often a TPU executes each bundle: of a kernel written here, and of programs by libtpu."""
 
-import importlib.util
-import json
-import os
 from pathlib import Path
 
 import jax
@@ -10,7 +7,6 @@ import pytest
 
 from benchmarks.tpu_cost import kernels, slowness
 from benchmarks.tpu_schedule import Schedule
-from tests.processes import ROOT, printed
 
 # Three turns, whose counter goes through memory; a DMA in the first two; four delay slots.
 KERNEL = """
@@ -88,16 +84,3 @@ def test_products_at_two_rates():
     ours, all_of_them = 16 * 16 * 24, 16 * 16 * 24 + 2 * 8 * 32 * 4
     assert slowness(program, {"i8": 2}) == 1 - ours / all_of_them / 2
     assert slowness(program, {}) == slowness("", {"i8": 2}) == 1
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_what_is_known_of_v6e(tmp_path: Path):
-    """262,144 multiply-adds a cycle, and a copy's bytes."""
-    options = "--devices v6e --programs product copy --out".split()
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    shown = printed("-m", "benchmarks.tpu", *options, tmp_path / "v6e.json", PYTHONPATH=paths)
-    product, copy = json.loads((tmp_path / "v6e.json").read_text())["rows"]
-    assert 1 <= product["bundles"] / (4096**3 / 262_144) < 1.1 and product["unit"] == "MATMUL"
-    assert copy["read"] == copy["written"] == 2**28 and copy["unit"] == "HBM"
-    assert not product["doubt"] + copy["doubt"] and "bfloat16 product 4096^3" in shown

@@ -65,7 +65,12 @@ def run_torchao(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Their
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cast_of_a_linear_layer_has_torchaos_bits(name, dtype, monkeypatch):
+def test_a_linear_layer_is_torchaos(name, dtype, monkeypatch):
+    """Every cast has its bits; so products differ by float32's order of summation alone.
+
+    Either side is within (length + 2) * eps * sum |a b| of the exact product of the dequantized
+    operands, whose rounding adds one eps each; a bfloat16 result is rounded once more.
+    """
     theirs = run_torchao(name, dtype, monkeypatch)
     recipe = mx_jax.recipes.from_name(name)
     x, w, g = (jnp.asarray(theirs.values[key]).astype(dtype) for key in "xwg")
@@ -93,19 +98,6 @@ def test_every_cast_of_a_linear_layer_has_torchaos_bits(name, dtype, monkeypatch
         np.testing.assert_array_equal(
             np.asarray(actual.scales).ravel(), scale.ravel(), err_msg=role
         )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_and_gradients_of_a_linear_layer_are_torchaos(name, dtype, monkeypatch):
-    """Same codes, same scales: products differ by float32's order of summation alone.
-
-    Either side is within (length + 2) * eps * sum |a b| of the exact product of the dequantized
-    operands, whose rounding adds one eps each; a bfloat16 result is rounded once more.
-    """
-    theirs = run_torchao(name, dtype, monkeypatch)
-    recipe = mx_jax.recipes.from_name(name)
-    x, w, g = (jnp.asarray(theirs.values[key]).astype(dtype) for key in "xwg")
     output, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w.T)
     grad_input, grad_weight = pullback(g)
     for ours, expected, (left, right, length) in (

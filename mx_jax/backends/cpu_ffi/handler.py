@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mx_jax.codecs.blocks import num_blocks
-from mx_jax.codecs.explicit_axes import result_type, vary_alike
+from mx_jax.codecs.explicit_axes import result_aval, vary_alike
 from mx_jax.codecs.lowering import eager
 from mx_jax.formats import WHOLE, BlockSize
 
@@ -195,7 +195,7 @@ _HANDLER.def_impl(functools.partial(eager, _HANDLER))
 def _types(*types: ShapedArray, handler: Handler) -> tuple[Any, ...]:
     shapes = Geometry(handler, tuple(x.shape for x in types)).result_shapes()
     every = zip(shapes, handler.dtypes, strict=True)
-    return tuple(result_type(types[0], shape, dtype) for (_, shape), dtype in every)
+    return tuple(result_aval(types[0], shape, dtype) for (_, shape), dtype in every)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: mlir.ir.Value, handler: Handler) -> Any:
@@ -219,7 +219,7 @@ def _compute(handler: Handler, *operands: jax.Array) -> Arrays:
     geometry = Geometry(handler, tuple(operand.shape for operand in operands))
     shapes = geometry.result_shapes()
     like, every = jax.typeof(operands[0]), zip(shapes, handler.dtypes, strict=True)
-    types = tuple(result_type(like, merged, dtype) for (merged, _), dtype in every)
+    types = tuple(result_aval(like, merged, dtype) for (merged, _), dtype in every)
     results = jax.ffi.ffi_call(handler.target, types)(
         *geometry.merge(operands), **handler.arguments
     )

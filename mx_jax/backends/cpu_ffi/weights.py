@@ -350,7 +350,8 @@ def rejects_pack(call: PackCall) -> str | None:
     axes = call.weights.axes
     batch = {axis - axes.ndim for axis in axes.batch}
     expected = {axis for axis, _ in axes.blocks(call.format)} - batch
-    if {axis for axis, _ in call.blocks} != expected or not axes.kept or not axes.is_canonical:
+    fits = {axis for axis, _ in call.blocks} == expected and axes.kept
+    if not fits or not axes.has_canonical_order:
         return f"packs scales that are whole along all contracted axes, got {call}"
     return None
 
@@ -359,11 +360,11 @@ def pack(x: MXArray, call: PackCall) -> PackedMXArray:
     """Weights that `rejects_pack` lets through, in the kernels' order."""
     axes, plain = call.weights.axes, plain_format(call.format)
     batch, kept, k = axes.sizes(call.weights.shape)
-    codes, tensor_scale = axes.as_matrices(x.codes), x.tensor_scale
+    codes, tensor_scale = axes.merge_groups(x.codes), x.tensor_scale
     if plain is None:
         ((_, block),) = call.blocks
         assert isinstance(block, int), call.blocks
-        format, scales = call.format.with_block(block), axes.as_matrices(x.scales)
+        format, scales = call.format.with_block(block), axes.merge_groups(x.scales)
     else:
         format, block, along = plain, CHUNK, -2 if axes.k_first else -1
         sizes = [*codes.shape]

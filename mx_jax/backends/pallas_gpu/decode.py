@@ -20,20 +20,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.architecture import Tiles
-from mx_jax.backends.pallas_gpu.device import plgpu, transforms
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK,
     ROWS,
     WORDS,
     Slot,
     codes_in_group,
-    granularity,
+    codes_per_scale,
     slots_of,
 )
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import BlockFormat, ElementFormat
 
+# Its declared types differ between versions of JAX, and none fits its own use.
+plgpu: Any = mosaic_gpu
+
+# Bytes of a row of a tile in shared memory: 64 bfloat16, as wide as an operand in registers.
+SWIZZLE = 128
+# An operand's in registers.
+_LAYOUT = plgpu.Layout.WGMMA
 # bfloat16: sign, 8 bits of exponent, 7 of mantissa.
 _MANTISSA_BITS = 7
 _SIGN_BIT = 15
@@ -42,6 +49,11 @@ _BIAS = 127
 _TWO = 0x4000
 # A NumPy scalar: with NumPy arrays it stays NumPy's arithmetic, which keeps subnormals.
 _bfloat16 = np.dtype(jnp.bfloat16).type
+
+
+def transforms(columns: int) -> tuple[Any, ...]:
+    """Tiles of 8 rows, `SWIZZLE` bytes wide, without bank conflicts."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,59 +69,53 @@ class Decoder:
         return codes_in_group(self.format.element)
 
     @property
-    def granularity(self) -> int:
+    def codes_per_scale(self) -> int:
         """Codes that share a scale."""
         block = self.format.block[1]
         assert isinstance(block, int)
-        return granularity(block)
+        return codes_per_scale(block)
 
     def blocks(self, tiles: Tiles) -> tuple[tuple[tuple[int, ...], Any, tuple[Any, ...]], ...]:
-        """What a step copies of activations, codes and scales: shape, dtype, transforms.
-
-        cp.async takes what has no tiling for one piece of memory, and says nothing if it is not:
-        codes and scales of one tile of rows are.
-        """
-        rows, pairs = tiles.n // ROWS, tiles.k // (2 * self.granularity)
+        """What a step copies of activations, codes and scales: shape, dtype, transforms."""
+        rows, pairs = tiles.n // ROWS, tiles.k // (2 * self.codes_per_scale)
         return (
             ((tiles.m, tiles.k), jnp.bfloat16, transforms(CHUNK)),
             ((rows, tiles.k // self.group, ROWS, WORDS), jnp.int32, ()),
             ((rows, pairs, ROWS), jnp.int32, ()),
         )
 
-    def step(
-        self, codes: Any, scales: Any, row_tile: Any, k: int, layout: Any
-    ) -> Iterator[tuple[Any, Any]]:
+    def step(self, codes: Any, scales: Any, row_tile: Any, k: int) -> Iterator[tuple[Any, Any]]:
         """Operands `[64, 64]` of a tile of rows, as bfloat16, each with its columns of a step.
 
-        Of references to what is copied of codes and scales. In the layout, thread c has a row's
-        columns `2 c, 2 c + 1` of each 8.
+        Of references to what is copied of codes and scales. Thread c has a row's columns `2 c` and
+        `2 c + 1` of each 8.
         """
-        pairs, per_chunk = self.group // (2 * self.granularity), CHUNK // self.granularity
+        pairs, per_chunk = self.group // (2 * self.codes_per_scale), CHUNK // self.codes_per_scale
         for group in range(k // self.group):
             # Of a row, thread c has words `4 c` to `4 c + 3`.
             words = plgpu.load(
                 codes.at[row_tile, group], layout=plgpu.Layout.WGMMA_8BIT, optimized=False
             )
-            values = self.values(words, layout)
+            values = self.values(words)
             of_group, factors = scales.at[row_tile, pl.ds(group * pairs, pairs)], []
             for pair in range(pairs):
-                both = plgpu.load(of_group.at[pair], layout=layout.reduce(1), optimized=False)
+                both = plgpu.load(of_group.at[pair], layout=_LAYOUT.reduce(1), optimized=False)
                 factors += [_scale(both & 0xFFFF), _scale(_moved(both, -16))]
             # All of them before the first is multiplied.
             operands = [
-                chunk * _spread(factors[i * per_chunk : (i + 1) * per_chunk], layout)
+                chunk * _spread(factors[i * per_chunk : (i + 1) * per_chunk])
                 for i, chunk in enumerate(values)
             ]
             for i, operand in enumerate(operands):
                 yield operand, pl.ds(group * self.group + i * CHUNK, CHUNK)
 
-    def values(self, words: jax.Array, layout: Any) -> list[Any]:
+    def values(self, words: jax.Array) -> list[Any]:
         """The elements' own values, before scales: a list of bfloat16 `[64, 64]`."""
         element = self.format.element
         placed = [place(words, slot, element) for slot in slots_of(element)]
-        chunks = self._halves([bits for bits, _ in placed], layout)
+        chunks = self._halves([bits for bits, _ in placed])
         if element.kind == "int":
-            heads = self._halves([bits for _, bits in placed], layout)
+            heads = self._halves([bits for _, bits in placed])
             return [chunk - head for chunk, head in zip(chunks, heads, strict=True)]
         return [self.lift(chunk) for chunk in chunks]
 
@@ -133,16 +139,16 @@ class Decoder:
             values = values + excess * _bfloat16(2.0**127)
         return values
 
-    def _halves(self, slots: list[Any], layout: Any) -> list[Any]:
+    def _halves(self, slots: list[Any]) -> list[Any]:
         """Words as pairs of bfloat16, each where an operand has it."""
         count = self.group // CHUNK
         if self.interpreted:
             return _interpreted_halves(slots, count)
-        operand = plgpu.ShapeDtypeStruct((slots[0].shape[0], CHUNK), jnp.bfloat16, layout=layout)
+        operand = plgpu.ShapeDtypeStruct((slots[0].shape[0], CHUNK), jnp.bfloat16, layout=_LAYOUT)
         types = (plgpu.Layout.WGMMA_8BIT,) * len(slots)
         return list(
             plgpu.inline_mgpu(arg_types=types, return_type=(operand,) * count)(
-                lambda _, *arrays: _mosaic_halves(arrays, count, layout)
+                lambda _, *arrays: _mosaic_halves(arrays, count)
             )(*slots)
         )
 
@@ -190,11 +196,11 @@ def _scale(half: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(half.astype(jnp.int16), jnp.bfloat16)
 
 
-def _spread(factors: list[Any], layout: Any) -> Any:
+def _spread(factors: list[Any]) -> Any:
     """Scales of rows over the columns `[64, 64]` of an operand."""
     shape = ROWS, CHUNK // len(factors)
     spread = [
-        plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, (0,)), layout) for factor in factors
+        plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, (0,)), _LAYOUT) for factor in factors
     ]
     return spread[0] if len(spread) == 1 else lax.concatenate(spread, 1)
 
@@ -208,13 +214,13 @@ def _interpreted_halves(slots: list[Any], count: int) -> list[Any]:
     return [pairs[i].reshape(rows, CHUNK) for i in range(count)]
 
 
-def _mosaic_halves(arrays: Any, count: int, layout: Any) -> Any:
+def _mosaic_halves(arrays: Any, count: int) -> Any:
     """Only names: pair p of a thread is slot `p % slots` of its word `p / slots`."""
     from jax.experimental.mosaic import gpu
     from jaxlib.mlir import ir
 
     mgpu: Any = gpu
-    target, pair = layout.to_mgpu(), ir.VectorType.get((2,), ir.BF16Type.get())
+    target, pair = _LAYOUT.to_mgpu(), ir.VectorType.get((2,), ir.BF16Type.get())
     # [row of a thread, slot] -> its four words.
     registers = np.stack([array.registers.reshape(-1) for array in arrays], axis=-1)
     shape, operands = target.registers_shape((arrays[0].shape[0], CHUNK)), []

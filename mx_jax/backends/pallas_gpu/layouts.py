@@ -1,4 +1,4 @@
-"""What kernels read in memory: packed weights, scaled operands of tensor cores, lists of groups."""
+"""What kernels read in memory: packed weights, lists of groups."""
 
 import dataclasses
 import functools
@@ -12,19 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.codecs import packing
 from mx_jax.codecs import scale as scale_codec
-from mx_jax.formats import (
-    E2M1,
-    E4M3,
-    E4M3_SCALE,
-    E5M2,
-    E8M0,
-    BlockFormat,
-    ElementFormat,
-    ScaleFormat,
-)
-from mx_jax.formats.element import known_element, known_scale
+from mx_jax.formats import BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Layout, PackedMXArray
 
@@ -82,7 +71,7 @@ def codes_of(words: jax.Array, element: ElementFormat) -> list[jax.Array]:
 
 # Weights in the order in which the kernels read them, packed once for any number of products ------
 
-# What the operand of one tensor-core instruction spans along k, in registers.
+# Codes along k that one instruction of the tensor cores reads from registers.
 CHUNK = 64
 # The most codes that share a stored scale.
 MAX_GRANULARITY = 32
@@ -95,7 +84,7 @@ PAD_N = 128
 PAD_K = 128
 
 
-def granularity(block: int) -> int:
+def codes_per_scale(block: int) -> int:
     """Codes that share a stored scale: 16 or 32; longer blocks repeat theirs."""
     return min(block & -block, MAX_GRANULARITY)
 
@@ -125,7 +114,7 @@ class PackedWeights:
 
     Attributes:
       codes: int32 `[batch, n' / 64, k' / group, 64, 16]`.
-      scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
+      scales: int32 `[batch, n' / 64, k' / (2 * codes_per_scale), 64]`.
       scale_bytes: uint8 `[batch, n, blocks]`, as they came: no kernel reads them.
       tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
       shape: `(batch, n, k)`.
@@ -147,7 +136,7 @@ class PackedWeights:
         format, element, scale = weights.format, weights.format.element, weights.format.scale
         (batch, n, k), (_, block) = weights.shape, format.block
         assert isinstance(block, int)
-        rows, columns, shared = n + -n % PAD_N, k + -k % PAD_K, granularity(block)
+        rows, columns, shared = n + -n % PAD_N, k + -k % PAD_K, codes_per_scale(block)
         scales = weights.scales
         if element.nan_code is not None:
             nan = (weights.codes & (element.sign_code - 1)) > element.max_code + element.has_inf
@@ -245,104 +234,8 @@ def unpack(packed: PackedMXArray) -> MXArray:
 
 MATRICES = Layout(backend="pallas_gpu", batch=operator.attrgetter("stacked"), unpack=unpack)
 
-# Block-scaled operands as Blackwell's tensor cores read them, and which formats meet there --------
 
-# Scales are in tiles of 128 rows and 4 columns, as the tensor cores read them.
-SCALE_ROWS = 128
-SCALE_COLUMNS = 4
-# Elements that may meet, with the scales and blocks that they may have.
-KINDS: tuple[tuple[tuple[ElementFormat, ...], tuple[tuple[ScaleFormat, int], ...]], ...] = (
-    ((E4M3, E5M2), ((E8M0, 32),)),
-    ((E2M1,), ((E8M0, 32), (E8M0, 16), (E4M3_SCALE, 16))),
-)
-# What k is padded to: 128 bytes of codes. Rows of codes are padded to what one copy takes alone.
-PAD_SCALED_K = 256
-_COPIED_ROWS = 8
-
-
-def meet(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
-    """Whether the tensor cores multiply operands of two formats as they are."""
-    if lhs is None or rhs is None or (lhs.scale, lhs.block) != (rhs.scale, rhs.block):
-        return False
-    (kept, block), scale = lhs.block, known_scale(lhs.scale)
-    both = {known_element(lhs.element), known_element(rhs.element)}
-    return kept == 1 and any(
-        both.issubset(elements) and (scale, block) in scales for elements, scales in KINDS
-    )
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("shape", "format"),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ScaledOperand:
-    """A batch of rows `[batch, rows, k]` as Blackwell's tensor cores read them.
-
-    k is padded with zeros to a multiple of 256, rows of scales to a multiple of 128. Everything is
-    bytes: what kernels take as FP4 or FP8 is the same memory under another name.
-
-    Attributes:
-      codes: uint8 `[batch, rows', bytes of k' codes]`, rows' a multiple of 8 if more than 8; of two
-        FP4 codes the first is in the low half of a byte.
-      scales: uint8 `[batch * rows'' / 128, k' / (4 * block), 32, 16]`: of a tile of 128 rows and 4
-        columns, row `32 i + j` is at `[j, 4 i]` to `[j, 4 i + 3]`.
-      tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
-      shape: `(batch, rows, k)`.
-      format: the block format.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    tensor_scale: jax.Array | None = None
-    shape: tuple[int, int, int]
-    format: BlockFormat
-
-    @classmethod
-    def of(cls, x: MXArray) -> "ScaledOperand":
-        """An MXArray `[batch, rows, k]`, with blocks along k, in this layout."""
-        batch, rows, k = x.shape
-        block = x.format.block[1]
-        assert isinstance(block, int)
-        padded_k = k + -k % PAD_SCALED_K
-        unit = _COPIED_ROWS if rows > _COPIED_ROWS else 1
-        codes = jnp.pad(x.codes, ((0, 0), (0, -rows % unit), (0, padded_k - k)))
-        missing = padded_k // block - x.scales.shape[2]
-        scales = jnp.pad(x.scales, ((0, 0), (0, -rows % SCALE_ROWS), (0, missing)))
-        return cls(
-            codes=packing.pack(codes, x.format.element.bits),
-            scales=scale_tiles(scales.reshape(-1, scales.shape[2])),
-            tensor_scale=x.tensor_scale,
-            shape=(batch, rows, k),
-            format=x.format,
-        )
-
-    @property
-    def padded_k(self) -> int:
-        """Contracted length, padded."""
-        return self.codes.shape[2] * 8 // self.format.element.bits
-
-    @property
-    def elements(self) -> jax.Array:
-        """The codes in the element's own dtype: `[batch, rows', k']`."""
-        native = lax.bitcast_convert_type(self.codes, self.format.element.dtype)
-        return native.reshape(*self.codes.shape[:2], self.padded_k)
-
-    @property
-    def scale_values(self) -> jax.Array:
-        """The scales in their own dtype."""
-        return lax.bitcast_convert_type(self.scales, self.format.scale.dtype)
-
-
-def scale_tiles(scales: jax.Array) -> jax.Array:
-    """Scales `[rows, columns]` in tiles of 128 rows and 4 columns, `[tiles, tiles, 32, 16]`."""
-    along = scales.shape[0] // SCALE_ROWS, scales.shape[1] // SCALE_COLUMNS
-    tiles = scales.reshape(along[0], 4, 32, along[1], SCALE_COLUMNS)
-    return tiles.transpose(0, 3, 2, 1, 4).reshape(*along, 32, 16)
-
-
-def factors_of(scales: tuple[jax.Array | None, ...], count: int) -> jax.Array | None:
+def concatenate_tensor_scales(scales: tuple[jax.Array | None, ...], count: int) -> jax.Array | None:
     """float32 `[len(scales) * count]`, of scales of one number or `count`; None if all are None."""
     if all(scale is None for scale in scales):
         return None

@@ -1,4 +1,4 @@
-"""Hopper's kernels: by weights that are decoded on their way to wgmma, and sums over groups' rows.
+"""Hopper's kernel: activations by weights that are decoded on their way to wgmma.
 
 A program computes a tile of the transposed product `weights[n, k] x activations[m, k]`, because
 wgmma takes its left operand from registers: warpgroups load codes and scales from shared memory,
@@ -9,32 +9,26 @@ Device code; imports Mosaic GPU, so the adapter imports this file only when it t
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mx_jax.backends.pallas_gpu.architecture import Tiles
-from mx_jax.backends.pallas_gpu.decode import Decoder
-from mx_jax.backends.pallas_gpu.device import (
-    SWIZZLE,
-    Place,
-    Program,
-    copy_steps,
-    copyable,
-    plgpu,
-    staged_loop,
-    transforms,
-)
-from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, ROWS
-from mx_jax.formats import BlockFormat
+from mx_jax.backends.pallas_gpu.decode import SWIZZLE, Decoder, plgpu, transforms
+from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, FIELDS, ROWS, PackedWeights
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 
+# How often a loop runs: a number, or one that the kernel computes.
+Count = int | jax.Array
+
+# Bytes that a row in memory is a multiple of, for TMA.
+_LINE = 16
 # Activations, codes and scales.
 _COPIES = 3
-# Rows of a step of wgmma, the least that a group has more than another where rows are summed.
-UNIT = 16
 # The copying warpgroup only issues copies: it gives the others its registers.
 COPYING_REGISTERS = 40
 _PROCESSOR_REGISTERS, _MOST_REGISTERS = 65536, 256
@@ -55,66 +49,133 @@ def multiplying_registers(warpgroups: int) -> int:
 
 def multiply(
     x: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
-    visits: jax.Array | None = None,
-    factors: jax.Array | None = None,
-    *,
-    n: int,
-    format: BlockFormat,
+    weights: PackedWeights,
     tiles: Tiles,
-    out_dtype: jnp.dtype,
-    interpret: object = None,
+    out_dtype: np.dtype,
+    interpret: Any = None,
+    groups: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> jax.Array:
-    """The product `[batch, m, n]`, or `[1, rows, n]` of rows in groups; see `tcgen05.multiply`.
+    """The product `[batch, m, n]`, or `[1, rows, n]` of rows in groups, zeros in rows of no group.
 
     Args:
       x: bfloat16 `[batch, m, k]`, or `[1, rows, k]`; no axis is empty.
-      codes: int32 `[batch, n' / 64, k' / group, 64, 16]`, as `PackedWeights` has them.
-      scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
-      visits: as `layouts.visits` gives them, of rows in groups.
-      factors: float32 `[2 * groups]`: what each group's sums are multiplied by first, and by which
-        then; None for none.
-      n: rows of weights, at most n'.
-      format: of the weights; a tensor scale is left out.
+      weights: packed, `[batch, n, k]`; a tensor scale is left out.
       tiles: what one program computes, and how.
       out_dtype: bfloat16 or float32; float32 where programs share tiles.
       interpret: parameters of Mosaic's interpreter, None to compile.
+      groups: of rows in groups, visits as `layouts.visits` gives them, and float32 `[2 * groups]`:
+        what each group's sums are multiplied by first, and by which then; None for none.
     """
-    _, m, k = x.shape
-    rows = copyable(m, CHUNK_ROWS, 1 if visits is None else CHUNK_ROWS)
+    (_, m, k), codes, scales = x.shape, weights.codes, weights.scales
+    rows = copyable(m, CHUNK_ROWS, 1 if groups is None else CHUNK_ROWS)
     x = jnp.pad(x, ((0, 0), (0, rows - m), (0, copyable(k, CHUNK, 8) - k)))
-    program = WgmmaProgram(
-        decoder=Decoder(format=format, interpreted=interpret is not None),
+    program = Program(
+        decoder=Decoder(format=weights.format, interpreted=interpret is not None),
         tiles=tiles,
-        out_dtype=jnp.dtype(out_dtype),
+        out_dtype=np.dtype(out_dtype),
         batch=codes.shape[0],
-        num_k=-(-k // tiles.k),
-        in_groups=visits is not None,
         weight_tiles=codes.shape[1],
+        num_k=-(-k // tiles.k),
+        in_groups=groups is not None,
     )
     operands = (x, codes.reshape(-1, *codes.shape[2:]), scales.reshape(-1, *scales.shape[2:]))
-    lists = tuple(each for each in (visits, factors) if each is not None)
-    name = f"mx_jax_{'' if visits is None else 'grouped_'}wgmma_{format.name}"
-    return program.run(name, operands, lists, n, interpret)[:, :m, :n]
+    lists = tuple(each for each in groups or () if each is not None)
+    n = weights.shape[1]
+    return program.run(operands, lists, n, interpret)[:, :m, :n]
+
+
+class Place(NamedTuple):
+    """What one program computes."""
+
+    matrix: Any  # which product of the batch, or which group's matrix
+    lead: Any  # first index of the activations
+    out: Any  # first index of the result
+    row: Any  # the tile's first row in both
+    begin: Any  # first step along k
+    steps: Any  # how many
+    kept: tuple[Any, Any] | None = None  # rows that are stored, from and up to; None: all of them
+    factors: tuple[Any, ...] = ()  # what sums are multiplied by, one after the other
+
+
+class Scratch(NamedTuple):
+    """What the threads of a program share."""
+
+    smem: tuple[Any, ...]  # stages of activations, codes and scales
+    full: Any  # barriers of stages that were copied
+    empty: Any  # and of those that were read
+    out_smem: Any  # the result of each warpgroup
+    operand: Any = None  # a stand-in, for the interpreter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WgmmaProgram(Program):
-    """Warpgroups that decode and multiply 64 rows of weights each, and one that copies.
+class Program:
+    """A tile of a product, for a grid `(split, n, row)`; or `(split, n, visit)` for rows in groups.
 
-    A matrix of weights has `weight_tiles` tiles of 64 rows.
+    Warpgroups decode and multiply 64 rows of weights each; a warp of one more copies step after
+    step along k into stages of shared memory. They wait at barriers, one pair for a stage.
+
+    Attributes:
+      decoder: of the weights.
+      tiles: sizes.
+      out_dtype: of the result.
+      batch: products, or groups.
+      weight_tiles: tiles of 64 rows of a matrix of weights.
+      num_k: steps along k, all splits together.
+      in_groups: whether a list of visits says which rows are a program's own.
     """
 
     decoder: Decoder
+    tiles: Tiles
+    out_dtype: np.dtype
+    batch: int
     weight_tiles: int
+    num_k: int
+    in_groups: bool
 
     @property
     def row_tiles(self) -> int:
         """Tiles of 64 rows of weights, and warpgroups that multiply them."""
         return self.tiles.n // ROWS
 
-    def launch(self, operands: tuple[jax.Array, ...]) -> dict[str, Any]:
+    def run(
+        self, operands: tuple[Any, ...], lists: tuple[Any, ...], n: int, interpret: Any
+    ) -> jax.Array:
+        """`[batch, m, n']`, of rows in groups `[1, rows, n']`; n' is n, padded to be copied.
+
+        The activations, `[batch, m, k]` or `[1, rows, k]`, come first; `lists` are visits and
+        factors `[2 * groups]` of rows in groups.
+        """
+        tiles, dtype, (lead, rows) = self.tiles, self.out_dtype, operands[0].shape[:2]
+        # Swizzled tiles are copied, or of rows in groups any row by itself.
+        width = ROWS if self.in_groups else SWIZZLE // dtype.itemsize
+        columns = copyable(n, width, _LINE // dtype.itemsize)
+        num_m = -(-rows // tiles.m)
+        visits = lists[0].shape[0] // FIELDS if self.in_groups else self.batch * num_m
+
+        def body(*gmem: Any, **scratch: Any) -> None:
+            place = self._place(num_m, *gmem[len(operands) : -1])
+            sources = functools.partial(self._sources, gmem[: len(operands)], place)
+            self._multiply(place, sources, gmem[-1], Scratch(**scratch))
+
+        grouped = "grouped_" if self.in_groups else ""
+        out = plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((tiles.splits * lead, rows, columns), dtype),
+            grid=(tiles.splits, -(-n // tiles.n), visits),
+            grid_names=("split", "n", "row"),
+            thread_name="warpgroup",
+            num_threads=self.row_tiles + 1,
+            scratch_types=self._scratch(),
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            ),
+            kernel_name=f"mx_jax_{grouped}wgmma_{self.decoder.format.name}",
+            interpret=interpret,
+        )(*operands, *lists)
+        # Shares of a tile are added in a fixed order.
+        return out if tiles.splits == 1 else out.reshape(-1, lead, rows, columns).sum(0)
+
+    def _scratch(self) -> dict[str, Any]:
         """Stages, barriers, the result of each warpgroup, a stand-in's operand."""
         stages, shape = self.tiles.stages, (self.row_tiles, self.tiles.m, ROWS)
         # Whole tiles are copied, or any row by itself.
@@ -131,11 +192,26 @@ class WgmmaProgram(Program):
         }
         if self.decoder.interpreted:
             scratch["operand"] = plgpu.SMEM((self.row_tiles, ROWS, CHUNK), jnp.bfloat16)
-        return {"num_threads": self.row_tiles + 1, "scratch_types": scratch}
+        return scratch
 
-    def sources(self, operands: tuple[Any, ...], place: Place, step: jax.Array) -> tuple[Any, ...]:
-        """Activations, codes and scales of a step."""
-        x, *weights = operands
+    def _place(self, num_m: int, visits: Any = None, factors: Any = None) -> Place:
+        split, row = lax.axis_index("split"), lax.axis_index("row")
+        begin, steps = share(split, self.tiles.splits, self.num_k)
+        if not self.in_groups:
+            matrix, m = (each(row, jnp.int32(num_m)) for each in (lax.div, lax.rem))
+            out = split * self.batch + matrix
+            return Place(matrix, matrix, out, m * self.tiles.m, begin, steps)
+        group, first, start, end = (visits[row * FIELDS + i] for i in range(FIELDS))
+        first, matrix = pl.multiple_of(first, CHUNK_ROWS), jnp.minimum(group, self.batch - 1)
+        # Rows of no group take no step, and get zeros.
+        steps = jnp.where((group < self.batch) & (start < end), steps, 0)
+        of_group = [] if factors is None else [factors[matrix + i * self.batch] for i in range(2)]
+        kept = start - first, end - first
+        return Place(matrix, 0, split, first, begin, steps, kept, tuple(of_group))
+
+    def _sources(self, operands: tuple[Any, ...], place: Place, step: jax.Array) -> tuple[Any, ...]:
+        """Activations, codes and scales of one of the program's steps."""
+        (x, *weights), step = operands, place.begin + step
         rows, along_k = pl.ds(place.row, self.tiles.m), pl.ds(step * self.tiles.k, self.tiles.k)
         n = lax.axis_index("n")
         first = place.matrix * self.weight_tiles + n * self.row_tiles
@@ -145,31 +221,23 @@ class WgmmaProgram(Program):
             parts.append(ref.at[pl.ds(first, count), pl.ds(step * pieces, pieces)])
         return tuple(parts)
 
-    def staged(self, values: jax.Array, piece: Any) -> tuple[Any, Any]:
-        """Transposed once more, as shared memory takes them."""
-        return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED), piece.T
-
-    def multiply(
+    def _multiply(
         self,
         place: Place,
         sources: Any,
-        keep: Any,
-        *,
-        smem: tuple[Any, ...],
-        full: Any,
-        empty: Any,
-        out_smem: Any,
-        operand: Any = None,
+        out_gmem: Any,
+        scratch: "Scratch",
     ) -> None:
         """A warp of the last warpgroup copies, each of the others sums up its rows of weights."""
         warpgroup, stages = lax.axis_index("warpgroup"), self.tiles.stages
+        smem, full, empty, operand = scratch.smem, scratch.full, scratch.empty, scratch.operand
 
         def step(acc: Any, stage: jax.Array) -> None:
             index = lax.axis_index("warpgroup")
             plgpu.barrier_wait(full.at[stage])
             x, codes, scales = smem
             weights = codes.at[stage], scales.at[stage], index
-            for left, columns in self.decoder.step(*weights, self.tiles.k, plgpu.Layout.WGMMA):
+            for left, columns in self.decoder.step(*weights, self.tiles.k):
                 if operand is not None:
                     # For the interpreter, which lacks wgmma with a left operand in registers.
                     operand[index] = left
@@ -199,108 +267,99 @@ class WgmmaProgram(Program):
 
             sums = pl.run_scoped(sum_up, plgpu.ACC((ROWS, self.tiles.m), jnp.float32))
             columns = lax.axis_index("n") * self.tiles.n + warpgroup * ROWS
-            keep(sums, out_smem.at[warpgroup], pl.ds(columns, ROWS))
+            self._store(place, sums, scratch.out_smem.at[warpgroup], out_gmem, pl.ds(columns, ROWS))
             plgpu.wait_smem_to_gmem(0)
 
-
-# Sums over the rows of each group -----------------------------------------------------------------
-
-
-def group_sums(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    rows: jax.Array,
-    factors: jax.Array,
-    *,
-    out_dtype: jnp.dtype,
-    tiles: Tiles | None = None,
-    interpret: object = None,
-) -> jax.Array:
-    """`lhs[rows of j]^T rhs[rows of j]` of each group j: the gradient of groups' matrices.
-
-    A program computes a tile of one group's sum: one warpgroup copies rows of both operands into
-    shared memory some steps ahead and multiplies them from there. Groups begin and end at multiples
-    of 16 rows, as blocks along the rows do, and so do its steps: 64 rows at a time, then 16. So no
-    row of another group is ever read.
-
-    Args:
-      lhs: bfloat16 `[p, m]`; p a multiple of 8, m of 64.
-      rhs: bfloat16 `[p, n]`; n a multiple of 64.
-      rows: int32 `[2 * g]`: where groups begin, and how many rows they have, multiples of `UNIT`.
-      factors: float32 `[2]`, of the sums, one after the other.
-      out_dtype: bfloat16 or float32.
-      tiles: m and n of a tile, k rows a step, steps in flight; None: at most 128, 128, 64 and 4.
-      interpret: parameters of Mosaic's interpreter, None to compile.
-    """
-    groups, (_, m), (_, n) = rows.shape[0] // 2, lhs.shape, rhs.shape
-    tiles = tiles or Tiles(m=min(m, 128), n=min(n, 128), k=64, stages=4)
-
-    def body(lhs_gmem, rhs_gmem, rows_gmem, factors_gmem, out_gmem):
-        group = lax.axis_index("group")
-        begin, size = pl.multiple_of(rows_gmem[group], UNIT), rows_gmem[groups + group]
-        whole = lax.div(size, jnp.int32(tiles.k))
-        rest = lax.div(size - whole * tiles.k, jnp.int32(UNIT))
-        operands = lhs_gmem, rhs_gmem
-
-        def multiply(acc):
-            _add_steps(acc, operands, begin, whole, tiles, tiles.k, tiles.stages)
-            after = pl.multiple_of(begin + whole * tiles.k, UNIT)
-            _add_steps(acc, operands, after, rest, tiles, UNIT, 2)
-            return acc[...]
-
-        sums = pl.run_scoped(multiply, plgpu.ACC((tiles.m, tiles.n), jnp.float32))
-        sums = (sums * factors_gmem[0] * factors_gmem[1]).astype(out_dtype)
-        how = transforms(SWIZZLE // jnp.dtype(out_dtype).itemsize)
-        tile = plgpu.SMEM((tiles.m, tiles.n), jnp.dtype(out_dtype), transforms=how)
-
-        @functools.partial(pl.run_scoped, out_smem=tile)
-        def _(out_smem):
-            out_smem[...] = sums
+    def _store(self, place: Place, sums: jax.Array, piece: Any, to: Any, columns: Any) -> None:
+        """Begin to write sums, by a piece of shared memory that takes them transposed once more."""
+        for factor in place.factors:
+            sums = sums * factor
+        if place.kept is not None:
+            summed = jnp.broadcast_to(place.steps > 0, sums.shape)
+            sums = jnp.where(summed, sums, jnp.zeros_like(sums))
+        values = plgpu.layout_cast(sums.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        if place.kept is None:
+            piece.T[...] = values
             plgpu.commit_smem()
-            rows = pl.ds(lax.axis_index("m") * tiles.m, tiles.m)
-            columns = pl.ds(lax.axis_index("n") * tiles.n, tiles.n)
-            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[group, rows, columns])
-            plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((groups, m, n), out_dtype),
-        grid=(groups, -(-n // tiles.n), -(-m // tiles.m)),
-        grid_names=("group", "n", "m"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name="mx_jax_group_sums",
-        interpret=interpret,
-    )(lhs, rhs, rows, factors)
+            rows = pl.ds(place.row, self.tiles.m)
+            plgpu.copy_smem_to_gmem(piece, to.at[place.out, rows, columns])
+        else:
+            plgpu.store(piece.T, values, optimized=False)
+            plgpu.commit_smem()
+            copy_rows(piece, to, (place.out, place.row, columns), *place.kept)
 
 
-def _add_steps(
-    acc: Any,
-    operands: tuple[Any, ...],
-    begin: jax.Array,
-    steps: jax.Array,
-    tiles: Tiles,
-    rows: int,
+# Loops and copies --------------------------------------------------------------------------------
+
+
+def loop(count: Count, body: Callable[[jax.Array], None]) -> None:
+    """`body(i)` for i from 0, counted in 32 bits whatever JAX's default is."""
+    lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda i, _: body(i), None)
+
+
+def staged_loop(count: Count, stages: int, body: Callable[[jax.Array, jax.Array], None]) -> None:
+    """`body(i, stage)` for i from 0, by turns of the stages: found without a division."""
+
+    def step(i: jax.Array, stage: jax.Array) -> jax.Array:
+        body(i, stage)
+        return jnp.where(stage == stages - 1, 0, stage + 1)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(count), step, jnp.int32(0))
+
+
+def share(split: jax.Array, splits: int, steps: int) -> tuple[Any, Any]:
+    """The first of a program's steps, and how many it has; static if all have as many."""
+    count, rest = divmod(steps, splits)
+    if not rest:
+        return split * count, count
+    begin, end = (lax.div(i * jnp.int32(steps), jnp.int32(splits)) for i in (split, split + 1))
+    return begin, end - begin
+
+
+def copyable(size: int, tile: int, unit: int) -> int:
+    """What an axis is padded to for TMA, which fills and clips what a tile has beyond it."""
+    to = tile if size > tile else unit
+    return size + -size % to
+
+
+def copy_steps(
+    steps: Count,
     stages: int,
+    sources: Callable[[jax.Array], Iterable[Any]],
+    targets: Iterable[Any],
+    full: Any,
+    empty: Any,
 ) -> None:
-    """The products of so many steps of so many rows."""
-    # Mosaic takes as many rows for one product as numbers are swizzled together.
-    swizzle = min(SWIZZLE, 2 * rows)
-    how = transforms(swizzle // 2, swizzle)
+    """One warp's work: what `sources` gives of each step, to a stage of the targets.
 
-    def spec(columns: int, axis: str) -> Any:
-        at = lax.axis_index(axis)
-        block = rows, columns
-        return plgpu.BlockSpec(block, lambda i: (i, at), transforms=how, delay_release=1)
+    Once those who read it are done: they arrive at `empty`, for which the first `stages` steps do
+    not wait. Copies arrive at `full`.
+    """
 
-    def step(_, lhs_smem, rhs_smem):
-        plgpu.wgmma(acc, lhs_smem.T, rhs_smem)
-        plgpu.wgmma_wait(1)
+    def copy(i: jax.Array, stage: jax.Array) -> None:
+        pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        for gmem, smem in zip(sources(i), targets, strict=True):
+            plgpu.copy_gmem_to_smem(gmem, smem.at[stage], full.at[stage])
 
-    plgpu.emit_pipeline(
-        step,
-        grid=(steps,),
-        in_specs=[spec(tiles.m, "m"), spec(tiles.n, "n")],
-        max_concurrent_steps=stages,
-    )(*(gmem.at[pl.ds(begin, gmem.shape[0])] for gmem in operands))
-    # What comes next overwrites the last steps' operands.
-    plgpu.wgmma_wait(0)
+    staged_loop(steps, stages, copy)
+
+
+def copy_rows(
+    tile: Any, out_gmem: Any, to: tuple[Any, Any, Any], begin: jax.Array, end: jax.Array
+) -> None:
+    """Begin to copy rows of a tile, from `begin` up to `end`, eight at a time where they can be.
+
+    `to` is index, row of the tile's first, a multiple of eight, and columns in the result.
+    """
+    lead, first, columns = to
+    whole = jnp.minimum(-(-begin // CHUNK_ROWS) * CHUNK_ROWS, end)
+    rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
+    chunks = lax.div(rest - whole, jnp.int32(CHUNK_ROWS))
+
+    def copy(row: jax.Array, rows: int) -> None:
+        at = out_gmem.at[lead, pl.ds(first + row, rows), columns]
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(row, rows)], at)
+
+    loop(whole - begin, lambda i: copy(begin + i, 1))
+    loop(chunks, lambda i: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS))
+    loop(end - rest, lambda i: copy(rest + i, 1))

@@ -90,7 +90,6 @@ def cast(
         x.reshape(m // 8, 8, n // 256, 2, 128).transpose(0, 2, 3, 1, 4).reshape(pairs),
         results=results,
         interpret=interpret,
-        parallel=2,
         grid=(pl.cdiv(m, high), pl.cdiv(n, wide)),
         in_specs=[tile],
         out_specs=specs,

@@ -44,7 +44,7 @@ def multiply(
     if isinstance(rhs, PackedMXArray):
         arrays, n = rhs.arrays, rhs.kept
     else:
-        codes, scales = map(call.rhs.axes.as_matrices, (rhs.codes, rhs.scales))
+        codes, scales = map(call.rhs.axes.merge_groups, (rhs.codes, rhs.scales))
         arrays = Columns(codes=codes, scales=scales, tensor_scale=rhs.tensor_scale)
         _, n, _ = call.rhs.axes.sizes(call.rhs.shape)
     scale, dtype = arrays.tensor_scale, call.out_dtype
@@ -75,7 +75,6 @@ def _dot(
         *(x, codes, scales),
         results=[((batch, rows, n), dtype)],
         interpret=interpret,
-        parallel=2,
         grid=(batch, pl.cdiv(n, columns), steps),
         in_specs=[of_x, spec(codes), spec(scales)],
         out_specs=[pl.BlockSpec((None, rows, columns), lambda b, j, i: (b, 0, j))],

@@ -71,7 +71,7 @@ def pack(x: MXArray, call: PackCall, interpret: bool) -> PackedMXArray:
     assert isinstance(block, int)
 
     def columns(array: jax.Array, step: int) -> jax.Array:
-        array = axes.as_matrices(array)
+        array = axes.merge_groups(array)
         array = array if axes.k_first else array.swapaxes(-1, -2)
         edges = (0, -array.shape[-2] % step), (0, -array.shape[-1] % TILE)
         return jnp.pad(array, ((0, 0),) * len(batch) + edges)

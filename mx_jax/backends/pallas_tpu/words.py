@@ -234,18 +234,18 @@ def call_kernel(
     *operands: jax.Array,
     results: Sequence[tuple[tuple[int, ...], Any]],
     interpret: bool,
-    parallel: int,
     vmem: int | None = None,
     **options: Any,
 ) -> list[jax.Array]:
     """What a kernel computes on one TPU, below a lowering rule: in jit, shard_map, export.
+
+    The first two dimensions of the grid may run in any order, the others in turn.
 
     Args:
       kernel: of references to blocks of operands and results.
       *operands: arrays.
       results: shape and dtype of each.
       interpret: whether Pallas' interpreter runs it.
-      parallel: how many leading dimensions of the grid may run in any order; the others in turn.
       vmem: bytes of it that the kernel may use; None: as many as the compiler allows.
       **options: what else `pallas_call` takes.
     """
@@ -261,7 +261,7 @@ def call_kernel(
             else mesh.update(abstract_device=device)
         )
     dimensions = len(options.get("grid", ()))
-    order: Any = ("parallel",) * parallel + ("arbitrary",) * (dimensions - parallel)
+    order: Any = ("parallel",) * 2 + ("arbitrary",) * (dimensions - 2)
     # Below shard_map results differ between devices as operands do.
     alike = getattr(jax.typeof(operands[0]), "mat", None)
     # Kernels and the indices of their blocks have no 64-bit numbers, whatever the program has.
