@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
-import os
 import struct
 import tempfile
 from collections.abc import Callable
@@ -44,22 +44,15 @@ def load_shards(path: Path) -> None:
     checkpoint.load(path)
 
 
-def quietly(*words: str) -> None:
-    """Run a command, which says nothing."""
-    options = command_parser().parse_args(words)
-    with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        stack.enter_context(contextlib.redirect_stderr(nowhere))
-        options.run(options)
-
-
 def convert_to(*words: str) -> Reader:
     """What the command makes of a folder, its own file and what config.json says of it included."""
 
     def convert(path: Path) -> None:
         (path / "out").mkdir()
-        quietly("convert", str(path), str(path / "out"), *words)
+        options = command_parser().parse_args(["convert", str(path), str(path / "out"), *words])
+        nowhere = io.StringIO()
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            options.run(options)
 
     return convert
 
@@ -70,7 +63,7 @@ class Sample:
 
     Attributes:
       name: of its kind.
-      files: of a folder, by name; one in a folder of it by its path there.
+      files: of a folder, by name.
       read: what is to read the folder.
     """
 
@@ -96,29 +89,28 @@ def samples() -> list[Sample]:
     config = {"torch_dtype": "float32", "quantization_config": compressed}
     modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     made = {
-        "own": written({"a": {0: mx, "b": nv}} | norm),
+        "mx_jax": written({"a": {0: mx, "b": nv}} | norm),
         "compressed-tensors": written({"a.weight": mx} | norm, packed, config),
         "gpt-oss": written({"a": mx} | norm, "gpt-oss"),
         "modelopt": written({"a.weight": nv} | norm, "modelopt-nvfp4", **parts)
         | {"hf_quant_config.json": json.dumps(modelopt).encode()},
         "torchao": written(theirs | norm, "torchao"),
         # What config.json states, and what `convert` makes of layouts.
-        "own shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
+        "mx_jax shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
         "stated": stated({"a.weight": one} | norm, packed),
         "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
         "gpt-oss experts": stated(experts | norm, "gpt-oss"),
         "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
     }
     readers = {
-        "own": load,
-        "own shards": load_shards,
+        "mx_jax": load,
+        "mx_jax shards": load_shards,
         "transcoded": convert_to("--to", "modelopt-nvfp4"),
     }
     return [
         Sample("gguf", {"model.gguf": _gguf()}, read_all),
         *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
         *(_sample(row, rng) for row in LAYOUTS),
-        Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
     ]
 
 
@@ -177,31 +169,3 @@ def _sample(row: Layout, rng: np.random.Generator) -> Sample:
     name = f"layout {row.name}"
     weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
     return Sample(name, written(weights, row.name, config), read_all)
-
-
-_RULES = """
-[[rule]]
-pattern = "skipped.*"
-skip = true
-[[rule]]
-pattern = ".*mlp"
-format = "mxfp4"
-scale_rule = "even"
-axis = -1
-[[rule]]
-pattern = "wide"
-recipe = "mxfp8"
-[[rule]]
-pattern = ".*"
-format = "nvfp4"
-scales = "mse"
-"""
-
-
-def judge_by_rules(path: Path) -> None:
-    """What rules say of tensors that are always the same."""
-    arrays = {"mlp.weight": jnp.ones((4, 64)), "wide.kernel": jnp.ones((64, 4))}
-    arrays |= {"skipped.weight": jnp.ones((2, 32)), "norm": jnp.ones(3)}
-    model, rules = path / "model.safetensors", path / "rules.toml"
-    checkpoint.save(model, arrays)
-    quietly("quantize", str(model), str(path / "out"), "--rules", str(rules), "--dry-run")

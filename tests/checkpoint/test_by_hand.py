@@ -49,7 +49,7 @@ def put(folder: Path, tensors: Mapping[str, Tensor], config: Any = None) -> Path
     return folder
 
 
-def taken_apart(file: Path) -> dict[str, Tensor]:
+def tensors_of(file: Path) -> dict[str, Tensor]:
     """The tensors of a file."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -237,7 +237,7 @@ def test_written(fixture: Fixture, tmp_path: Path):
     """The writer makes the same bytes, under the same names and dtypes, in the same shapes."""
     weights = checkpoint.read(put(tmp_path / "theirs", fixture.tensors))
     checkpoint.write(tmp_path / "ours.safetensors", weights, layout=fixture.layout)
-    assert taken_apart(tmp_path / "ours.safetensors") == dict(fixture.tensors)
+    assert tensors_of(tmp_path / "ours.safetensors") == dict(fixture.tensors)
 
 
 def test_a_model_of_two_layouts(tmp_path: Path):
@@ -484,7 +484,7 @@ def test_codes_whose_dtype_says_what_they_are(dtype: str, format: str, scale: st
     if dtype != "F4":
         # Read from our hand, and written as it was.
         checkpoint.write(tmp_path / "ours.safetensors", weights, layout=format.replace("_", "-"))
-        assert taken_apart(tmp_path / "ours.safetensors") == tensors
+        assert tensors_of(tmp_path / "ours.safetensors") == tensors
     # Without their scales they are what they say.
     alone = {name: stored for name, stored in tensors.items() if "scale" not in name}
     result: Any = checkpoint.read(put(tmp_path / "alone", alone))
@@ -535,7 +535,7 @@ def test_a_tensor_of_a_rare_dtype_leaves_others_readable(tmp_path: Path):
             np.testing.assert_array_equal(np.asarray(weights[name], complex), wanted)
     # They go through commands, and back, as they are.
     assert main(["quantize", str(model), str(out), "--format", "mxfp4"]) == 0
-    assert taken_apart(out) == tensors
+    assert tensors_of(out) == tensors
     assert main(["inspect", str(out)]) == 0
     # A scale of no weight, beside floats alone, is a number like others.
     e8m0 = {"e": tensor("F8_E8M0", (2,), [127, 128])} | {"up": tensors["up"]}

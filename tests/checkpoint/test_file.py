@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint
@@ -83,19 +82,6 @@ def test_a_name_like_that_of_a_part(tmp_path: Path, rng: np.random.Generator):
             assert all(back[name].tolist() == [1, 1, 1] for name in others)
 
 
-def test_a_model_of_nnx(tmp_path: Path):
-    model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
-    model.kernel.set_value(mx_jax.quantize(model.kernel[...], "mxfp8_e4m3", axis=0))
-    path = tmp_path / "model.safetensors"
-    checkpoint.save(path, nnx.to_pure_dict(nnx.state(model)))
-    other = nnx.Linear(64, 8, rngs=nnx.Rngs(1))
-    loaded = checkpoint.load(path)
-    other.kernel.set_value(loaded["kernel"])
-    other.bias.set_value(loaded["bias"])
-    x = jnp.ones((1, 64))
-    np.testing.assert_array_equal(np.asarray(other(x)), np.asarray(model(x)))
-
-
 @pytest.mark.parametrize(
     ("tree", "error", "complaint"),
     [
@@ -131,7 +117,7 @@ def test_integers_that_do_not_fit(dtype: str, tmp_path: Path):
         assert checkpoint.load(path)["step"]["ids"].tolist() == [3, 1 << 40]
 
 
-def test_own_files_are_read_as_no_other_layout(tmp_path: Path):
+def test_files_of_mx_jax_are_read_as_no_other_layout(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     checkpoint.save(path, {"x": jnp.ones(3)})
     assert [*checkpoint.read(path, layout="mx_jax")] == ["x"]
@@ -177,14 +163,6 @@ def check_mutant(path: Path, content: bytes) -> bool:
     return True
 
 
-def test_cut_short(sample: tuple[Path, bytes]):
-    path, content = sample
-    for length in (*range(0, len(content), 37), len(content) - 1):
-        assert not check_mutant(path, content[:length])
-    assert not check_mutant(path, content + b"\0")
-    assert check_mutant(path, content)
-
-
 def test_headers_that_lie(sample: tuple[Path, bytes]):
     path, content = sample
     length = int.from_bytes(content[:8], "little")
@@ -195,6 +173,7 @@ def test_headers_that_lie(sample: tuple[Path, bytes]):
         return check_mutant(path, len(text).to_bytes(8, "little") + text + data)
 
     assert put()
+    assert not check_mutant(path, content[:-1]) and not check_mutant(path, content + b"\0")
     codes = header["a/0/codes"]
     assert not put(**{"a/0/codes": codes | {"shape": [2**40, 2**40]}})
     assert not put(**{"a/0/codes": codes | {"data_offsets": [0, 2**60]}})

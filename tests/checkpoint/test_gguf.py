@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import mx_jax
 from mx_jax import checkpoint
 from mx_jax.checkpoint.gguf import GGUF_TYPES
+from mx_jax.formats import MXFP4, NVFP4
 from tests.checkpoint.gguf_bytes import (
     ARRAY,
     BOOL,
@@ -57,33 +57,6 @@ def test_metadata(tmp_path: Path):
     assert flags.dtype == np.bool_ and flags.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("number, dtype", [(0, "float32"), (1, "float16"), (30, "bfloat16")])
-def test_plain(number: int, dtype: str, tmp_path: Path):
-    """Axes are in the order of their strides, the last one contiguous."""
-    values = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
-    weights = read(tmp_path, gguf({"x": Tensor(number, (3, 2), values.tobytes())}))
-    assert weights["x"].dtype == dtype and weights.stored["x"].layout is None
-    np.testing.assert_array_equal(np.asarray(weights["x"]), values)
-
-
-def test_mxfp4(tmp_path: Path):
-    """A byte has element j in its low nibble and j + 16 in its high one."""
-    nibbles = bytes(low | (15 - low) << 4 for low in range(16))
-    blocks = b"\x80" + nibbles + b"\x7e" + bytes(reversed(nibbles)) + (b"\x7f" + bytes(16)) * 2
-    weights = read(tmp_path, gguf({"up.weight": Tensor(39, (64, 2), blocks)}))
-    x: Any = weights["up.weight"]
-    assert x.format == mx_jax.formats.MXFP4
-    assert x.shape == (2, 64) and x.blocks == ((-1, 32),) and x.dtype == jnp.float32
-    np.testing.assert_array_equal(np.asarray(x.codes)[0, :32], [*range(16), *range(15, -1, -1)])
-    np.testing.assert_array_equal(np.asarray(x.codes)[0, 32:], [*range(15, -1, -1), *range(16)])
-    np.testing.assert_array_equal(np.asarray(x.scales), [[0x80, 0x7E], [0x7F, 0x7F]])
-    np.testing.assert_array_equal(values(x)[0, :16], 2 * VALUES)
-    one = weights.stored["up.weight"]
-    assert one.shape == (2, 64) and one.nbytes == 68
-    assert one.layout == "gguf-mxfp4" and not one.dequantized
-    assert "1 of them quantized: 1 gguf-mxfp4)" in repr(weights)
-
-
 def nvfp4_blocks() -> bytes:
     """One row of 64: four scales, then for each of them 16 nibbles, low ones first."""
     scales = np.array([1, 2, 0.5, 448], ml_dtypes.float8_e4m3fn).tobytes()
@@ -98,7 +71,7 @@ def test_nvfp4(name: str | None, tmp_path: Path):
     weights = read(tmp_path, gguf(tensors))
     assert list(weights) == ["up.weight", "up.input_scale"]
     x: Any = weights["up.weight"]
-    assert x.format == mx_jax.formats.NVFP4
+    assert x.format == NVFP4
     factor = 1 if name is None else 0.25
     assert weights.stored["up.weight"].nbytes == 36 + 4 * len(beside)
     assert x.tensor_scale.tolist() == [[factor]]
@@ -113,25 +86,6 @@ def test_nvfp4_of_experts(tmp_path: Path):
     first, second = values(read(tmp_path, gguf(tensors))["up.weight"])
     np.testing.assert_array_equal(second, 2 * first)
     np.testing.assert_array_equal(first[0, :16], 0.25 * VALUES)
-
-
-def test_integers_with_a_scale(tmp_path: Path):
-    """Read as the float32 values that they stand for, and that is said."""
-    half, third = np.float16(0.5).tobytes(), np.float16(-3).tobytes()
-    nibbles = bytes(low | (15 - low) << 4 for low in range(16))
-    signed = np.arange(-16, 16, dtype=np.int8)
-    tensors = {
-        "a": Tensor(2, (32, 1), half + nibbles),
-        "b": Tensor(3, (32,), half + third + nibbles),
-        "c": Tensor(8, (32,), half + signed.tobytes()),
-    }
-    weights = read(tmp_path, gguf(tensors))
-    codes = np.array([*range(16), *range(15, -1, -1)])
-    np.testing.assert_array_equal(np.asarray(weights["a"]), [0.5 * (codes - 8)])
-    np.testing.assert_array_equal(np.asarray(weights["b"]), 0.5 * codes - 3)
-    np.testing.assert_array_equal(np.asarray(weights["c"]), 0.5 * signed)
-    assert all(one.dequantized for one in weights.stored.values())
-    assert "1 gguf-q4_0, read as float32; 1 gguf-q4_1, read as" in repr(weights)
 
 
 def test_a_folder(tmp_path: Path):
@@ -195,7 +149,7 @@ def test_files_that_lie(content: bytes, complaint: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 64, 256])
-def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
+def test_another_alignment(alignment: int, tmp_path: Path):
     """Where the first tensor begins, and each after it."""
     pairs = {KEY: (U32, struct.pack("<I", alignment))}
     tensors = {
@@ -236,7 +190,7 @@ LEFT = {number: row for number, row in GGUF_TYPES.items() if row.decode is None}
 MADE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
 
 
-def test_sizes_are_those_of_ggufs_own_package():
+def test_sizes_are_those_of_the_package_gguf():
     sizes = pytest.importorskip("gguf").GGML_QUANT_SIZES
     result = {number: (row.block, row.nbytes) for number, row in GGUF_TYPES.items()}
     assert result == {int(kind): size for kind, size in sizes.items() if int(kind) in result}
@@ -266,7 +220,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         read(tmp_path, gguf({"x": Tensor(14, (256,), bytes(210))}))
 
 
-def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
+def test_against_the_package_gguf(tmp_path: Path, rng: np.random.Generator):
     """What it writes is read as it reads it."""
     peer = pytest.importorskip("gguf")
     quants = pytest.importorskip("gguf.quants")
@@ -292,6 +246,14 @@ def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
 
     weights = checkpoint.read(path)
     assert list(weights) == [*MADE, "NVFP4"]
+    mxfp4: Any = weights["MXFP4"]
+    assert (mxfp4.format, mxfp4.blocks, mxfp4.dtype) == (MXFP4, ((-1, 32),), jnp.float32)
+    stored = weights.stored["MXFP4"]
+    assert (stored.shape, stored.nbytes, stored.layout) == ((6, 256), 6 * 8 * 17, "gguf-mxfp4")
+    assert not stored.dequantized and weights.stored["Q8_0"].dequantized
+    assert "1 gguf-mxfp4; 1 gguf-nvfp4; 1 gguf-q4_0, read as float32; 1 gguf-q4_1, read as" in repr(
+        weights
+    )
     for kind, expected in written.items():
         result: Any = weights[kind]
         result = result.dequantize() if kind in ("MXFP4", "NVFP4") else result

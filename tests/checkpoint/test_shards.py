@@ -1,8 +1,6 @@
 """Several files with an index: whole or not there, and little memory."""
 
-import errno
 import json
-import os
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -110,24 +108,6 @@ def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
         checkpoint.load(folder)
 
 
-@pytest.mark.parametrize("size", [None, 16])
-def test_a_full_disk_names_the_file(
-    size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """And leaves what was there."""
-    path, first = (tmp_path, "-00001-of-00003") if size else (tmp_path / "m", "m")
-    checkpoint.save(path, OLD, max_shard_size=size)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-    def full(file: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=rf"No space left on device: '.*{first}.*'"):
-        checkpoint.save(path, NEW, max_shard_size=size)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
 def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
     doubled = weights | {"0.weight_packed": jnp.ones(3)}
 
@@ -149,7 +129,7 @@ def test_one_weight_in_memory(weights: dict[str, Any], tmp_path: Path):
     assert counted.fetched == [*weights, *weights]
 
 
-def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
+def test_trees(weights: dict[str, Any], tmp_path: Path):
     """Each describes its own tensors, codes and scales in one file; together they are the tree."""
     tree = {"layers": {i: {"kernel": weights[f"{i}.weight"]} for i in range(4)}}
     tree |= {"norm": weights["norm"]}

@@ -75,7 +75,7 @@ def test_commands_state_it(tmp_path: Path):
         assert main([str(word) for word in words]) == 0
         return json.loads((Path(words[2]) / "config.json").read_text())
 
-    theirs, ours = tmp_path / "theirs", tmp_path / "own"
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     config = run("quantize", model, theirs, "--format", "mxfp8_e4m3", "--to", "modelopt")
     assert config["model_type"] == "llama"
     assert config["quantization_config"]["quant_algo"] == "MXFP8"
@@ -102,7 +102,7 @@ def test_commands_state_it(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp8", "nvfp4", "fp8"])
-def test_compressed_tensors_own_classes(name: str, rng: np.random.Generator):
+def test_classes_of_compressed_tensors(name: str, rng: np.random.Generator):
     """The scheme is the one that compressed-tensors itself has for such weights."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, quant_scheme
@@ -119,7 +119,7 @@ def test_compressed_tensors_own_classes(name: str, rng: np.random.Generator):
 
 
 @pytest.mark.slow
-def test_transformers_own_classes(rng: np.random.Generator):
+def test_classes_of_transformers(rng: np.random.Generator):
     """gpt-oss's and DeepSeek's configurations are what transformers' classes take."""
     pytest.importorskip("transformers")
     from transformers.quantizers.auto import AutoQuantizationConfig

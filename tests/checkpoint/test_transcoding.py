@@ -168,7 +168,7 @@ def test_tensor_scales_that_cannot_be(rng: np.random.Generator):
             checkpoint.transcode(zeros, target, tensor_scale=scale)
 
 
-def test_a_value_that_changed_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
+def test_a_changed_value_is_an_error(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
     """What a mistake in this library would do: every scale twice as large."""
     encoded = transcoding.encoded_scales
     double = lambda wanted, scale: encoded(2 * wanted, scale)  # noqa: E731

@@ -250,7 +250,7 @@ def test_numbers_of_gguf_stay_what_they_are(tmp_path: Path, out: Path, cli: Cli)
         checkpoint.read(path)["f"]
 
 
-def test_values_beyond_a_dtype_are_counted(tmp_path: Path, out: Path, cli: Cli):
+def test_values_above_the_largest_of_a_dtype_are_counted(tmp_path: Path, out: Path, cli: Cli):
     path = tmp_path / "a.safetensors"
     rows = np.full((4, 64), 2.0, np.float32)
     rows[1, :2] = 1e5, -1e5

@@ -52,7 +52,7 @@ def test_a_shape_that_no_array_has(command: str, shape: tuple[int, ...], tmp_pat
     assert f"{path}: a.weight has shape={shape}, which is damaged" in said
 
 
-def test_values_that_are_not_finite_are_told(tmp_path: Path, cli: Cli):
+def test_values_that_are_not_finite_are_counted(tmp_path: Path, cli: Cli):
     path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weight = np.ones((4, 64), np.float32)
     tensors = {"good.weight": weight.copy(), "bad.weight": weight}

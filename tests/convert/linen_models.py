@@ -106,14 +106,12 @@ class Recurrent(nn.Module):
         return cell(name="cell")(jnp.zeros((x.shape[0], 6)), x)[1]
 
 
-class Twice(nn.Module):
+class Repeated(nn.Module):
     """One class twice, which nn.jit compiles once for both."""
-
-    wrap: Callable[..., Any] = nn.jit
 
     @nn.compact
     def __call__(self, x):
-        block = self.wrap(Block)
+        block = nn.jit(Block)
         return block(name="second")(block(name="first")(x))
 
 

@@ -156,10 +156,3 @@ def test_a_stored_kernel_is_used_as_it_is(kind: type, packed: bool):
         target = products.PACKED_MATMUL if packed else products.MATMUL
         assert text.count(f"@{target}(") == 1
         np.testing.assert_allclose(jax.jit(run)(stored, X), expected, rtol=1e-5, atol=1e-4)
-
-
-def test_a_stored_kernel_that_no_rule_converts():
-    kernel = jnp.ones((2, 2, 64, 6))
-    kept = of_kernel(flaxs(nn.Conv), Rule(".*", None, types=nn.Conv))
-    stored = mx_jax.quantize(kernel, "mxfp8_e4m3", axis=2)
-    np.testing.assert_array_equal(kept(stored, X), of_kernel(flaxs(nn.Conv))(kernel, X))

@@ -1,10 +1,7 @@
 """convert.linen: models, what the converted module is, and what becomes of each kind of layer."""
 
-import contextlib
 import copy
 import functools
-import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -16,14 +13,14 @@ from flax.core import freeze
 
 import mx_jax
 from mx_jax import convert
-from mx_jax.convert import Rule, UnusedRuleWarning
+from mx_jax.convert import Rule
 from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
-from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
-from .linen_models import MODELS, WIDTH, Block, Twice, example_input
+from .helpers import MXFP8, STOCHASTIC, products, recipe_names
+from .linen_models import MODELS, WIDTH, Block, Compact, Repeated, example_input
 
-KEPT = (Rule(".*", None),)
+ALL, KEPT = Rule(".*", MXFP8), Rule(".*", None)
 
 
 def program(module: nn.Module, variables: Any, *args: Any, **options: Any) -> str:
@@ -35,80 +32,62 @@ def abstract_init(module: nn.Module, *args: Any) -> Any:
     return jax.eval_shape(module.init, jax.random.key(0), *args)
 
 
-# Converted models equal models written by hand, bit for bit, whatever contains them.
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_is_converted(name: str):
+    """Whatever contains it; the numbers of each region are tested with functions."""
+    make, num_layers = MODELS[name]
+    model, x = make(), example_input()
+    converted, variables = convert.linen(model, ALL), abstract_init(model, x)
+    assert abstract_init(converted, x) == variables
+    assert products(converted.apply, variables, x).keys() == {"mx_matmul"}
+    assert convert.report(model, ALL, x).num_converted == num_layers
+    kept = convert.linen(model, KEPT)
+    assert program(kept, variables, x) == program(model, variables, x)
 
 
-def loss_and_output(module: nn.Module, variables: Any, x: jax.Array):
-    y: Any = module.apply(variables, x)
-    return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
+def test_the_numbers_are_those_of_a_model_by_hand(monkeypatch: pytest.MonkeyPatch):
+    """One in which Flax's layers are the library's of the same name, with the recipe."""
 
+    def loss_and_output(module: nn.Module, variables: Any, x: jax.Array) -> Any:
+        y: Any = module.apply(variables, x)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
 
-run = jax.value_and_grad(loss_and_output, argnums=(1, 2), has_aux=True)
-
-
-@contextlib.contextmanager
-def ours() -> Iterator[None]:
-    """A context in which Flax's layers are the library's of the same name, with the recipe."""
-    einsum = functools.partial(mx_jax.einsum, recipe=MXFP8)
-    layers = {
-        name: functools.partial(getattr(mx_jax.nn.linen, name), recipe=MXFP8)
-        for name in ("Dense", "DenseGeneral", "Einsum")
-    }
-    layers["MultiHeadDotProductAttention"] = functools.partial(
+    run = jax.value_and_grad(loss_and_output, argnums=(1, 2), has_aux=True)
+    x, shapes = example_input(), abstract_init(Compact(), example_input())
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32) / 6, shapes)
+    converted = convert.linen(Compact(), ALL)
+    (_, output), gradients = quick(functools.partial(run, converted))(variables, x)
+    attention = functools.partial(
         nn.MultiHeadDotProductAttention,
         qkv_dot_general=MXFP8.dot_general,
         out_dot_general=MXFP8.dot_general,
-        qk_attn_weights_einsum_cls=lambda: einsum,
-        attn_weights_value_einsum_cls=lambda: einsum,
+        qk_attn_weights_einsum_cls=lambda: functools.partial(mx_jax.einsum, recipe=MXFP8),
+        attn_weights_value_einsum_cls=lambda: functools.partial(mx_jax.einsum, recipe=MXFP8),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        for name, layer in layers.items():
-            patch.setattr(nn, name, layer)
-        yield
-
-
-@pytest.mark.slow(but="compact|recurrent")
-@pytest.mark.parametrize("name", MODELS)
-def test_converted_models(name: str):
-    make, num_layers = MODELS[name]
-    model, x = make(), example_input()
-    converted = convert.linen(model, Rule(".*", MXFP8))
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    assert jax.eval_shape(converted.init, jax.random.key(0), x) == variables
-
-    variables = jax.tree.map(lambda leaf: drawn(leaf.shape), variables)
-    of_converted = quick(functools.partial(run, converted))(variables, x)
-    with ours():
-        expected = quick(functools.partial(run, make()))(variables, x)
-    (_, output), gradients = of_converted
-    np.testing.assert_array_equal(output, expected[0][1])
+    monkeypatch.setattr(nn, "MultiHeadDotProductAttention", attention)
+    for name in ("Dense", "DenseGeneral", "Einsum"):
+        layer = functools.partial(getattr(mx_jax.nn.linen, name), recipe=MXFP8)
+        monkeypatch.setattr(nn, name, layer)
+    (_, expected), expected_gradients = quick(functools.partial(run, Compact()))(variables, x)
+    np.testing.assert_array_equal(output, expected)
     # Sums of gradients are in another order.
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5), gradients, expected[1]
-    )
-    kept = convert.linen(model, KEPT)
-    assert program(kept, variables, x) == program(model, variables, x)
-    assert convert.report(model, Rule(".*", MXFP8), x).num_converted == num_layers
-
-
-def drawn(shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32) / 6
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5)
+    jax.tree.map(close, gradients, expected_gradients)
 
 
 def test_below_nn_jit():
     """Flax compiles equal modules once, wherever they are; rules go by path."""
-    model, x = Twice(), example_input()
-    variables = quick(model.init)(jax.random.key(0), x)
-    by_path = [convert.linen(model, Rule(f"{name}/.*", MXFP8)) for name in ("first", "second")]
-    first, second, original = (quick(module.apply)(variables, x) for module in (*by_path, model))
-    assert np.any(first != original) and np.any(second != original) and np.any(first != second)
-    rule = Rule(".*", MXFP8)
-    both = quick(functools.partial(run, convert.linen(model, rule)))(variables, x)
-    with ours():
-        # Without nn.jit, whose programs Flax keeps.
-        expected = quick(functools.partial(run, Twice(lambda block: block)))(variables, x)
-    jax.tree.map(np.testing.assert_array_equal, both, expected)
-    assert convert.report(model, rule, x).num_converted == 2
+    model, x = Repeated(), example_input()
+    variables = abstract_init(model, x)
+    first, second, both = (
+        convert.linen(model, Rule(f"{name}/.*", MXFP8)) for name in ("first", "second", ".*")
+    )
+    for module in (first, second):
+        made = products(module.apply, variables, x)
+        assert made == {"dot_general": 1, "mx_matmul": 1}
+    assert program(first, variables, x) != program(second, variables, x)
+    assert products(both.apply, variables, x) == {"mx_matmul": 2}
 
 
 def test_a_cell_that_joins_its_parameters():
@@ -122,99 +101,64 @@ def test_a_cell_that_joins_its_parameters():
     assert 0 < abs(joined - quick(model.apply)(variables, x)).max() < 0.1
 
 
-class TestModule:
-    """The converted module as a module."""
-
-    def test_clone_and_deepcopy(self):
-        converted = convert.linen(nn.Dense(3), KEPT)
-        assert converted.features == 3
-        assert converted.clone() == converted
-        assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
-        model = convert.linen(Block(), Rule(".*", MXFP8))
-        assert copy.deepcopy(model) == model
-
-    def test_own_equality_and_hash_stay(self):
-        class Odd(nn.Module):
-            config: dict[str, int]
-
-            def __eq__(self, other: object) -> bool:
-                return isinstance(other, Odd) and self.config == other.config
-
-            def __hash__(self) -> int:
-                return 17
-
-        converted = convert.linen(Odd({"a": 1}), KEPT)
-        assert converted == convert.linen(Odd({"a": 1}), KEPT)
-        assert hash(converted) == hash(convert.linen(Odd({"a": 1}), KEPT))
-
-    def test_methods_by_name_function_and_lambda(self):
-        class Model(nn.Module):
-            def setup(self):
-                self.encoder = nn.Dense(5)
-
-            def encode(self, x):
-                return self.encoder(x)
-
-            def __call__(self, x):
-                return self.encode(x)
-
-        model, x = Model(), jnp.ones((2, WIDTH))
-        converted = convert.linen(model, Rule("encoder", MXFP8))
-        variables = abstract_init(model, x)
-        expected = program(converted, variables, x)
-        assert expected != program(model, variables, x)
-        assert program(converted, variables, x, method="encode") == expected
-        assert program(converted, variables, x, method=Model.encode) == expected
-        by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
-        assert by_lambda == expected
-
-    def test_nothing_stays_behind_after_an_error(self):
-        class Fails(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                nn.Dense(4)(x)
-                raise RuntimeError
-
-        x = jnp.ones((2, WIDTH))
-        with pytest.raises(RuntimeError):
-            convert.linen(Fails(), Rule(".*", MXFP8)).init(jax.random.key(0), x)
-        dense = nn.Dense(4)
-        variables = abstract_init(dense, x)
-        assert "float8" not in program(dense, variables, x)
+def test_clone_and_deepcopy():
+    converted = convert.linen(nn.Dense(3), KEPT)
+    assert converted.features == 3
+    assert converted.clone() == converted
+    assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
+    model = convert.linen(Block(), ALL)
+    assert copy.deepcopy(model) == model
 
 
-class TestLayers:
-    """What becomes of each kind of layer."""
+def test_methods_by_name_function_and_lambda():
+    class Model(nn.Module):
+        def setup(self):
+            self.encoder = nn.Dense(5)
 
-    def test_a_subclass(self):
-        class Scaled(nn.Einsum):
-            @nn.compact
-            def __call__(self, inputs, einsum_str=None):
-                return 2 * super().__call__(inputs, einsum_str)
+        def encode(self, x):
+            return self.encoder(x)
 
-        x = example_input()
-        scaled = Scaled((WIDTH, 6), "btk,kn->btn")
-        model = nn.Sequential([scaled])
-        assert recipe_names(model, Rule(".*", MXFP8), x) == {"layers_0": "mxfp8"}
-        variables = quick(model.init)(jax.random.key(0), x)
-        doubled = convert.linen(model, Rule(".*", WEIGHT_ONLY)).apply(variables, x)
-        plain = mx_jax.nn.linen.Einsum((WIDTH, 6), "btk,kn->btn", recipe=WEIGHT_ONLY)
-        once = plain.apply({"params": variables["params"]["layers_0"]}, x)
-        np.testing.assert_array_equal(doubled, 2 * once)
+        def __call__(self, x):
+            return self.encode(x)
 
-    def test_applied_with_parameters_of_its_own_making(self):
-        class Tied(nn.Module):
-            def setup(self):
-                self.embed = nn.Embed(7, WIDTH)
-                self.decoder = nn.Dense(7, use_bias=False)
+    model, x = Model(), jnp.ones((2, WIDTH))
+    converted = convert.linen(model, Rule("encoder", MXFP8))
+    variables = abstract_init(model, x)
+    expected = program(converted, variables, x)
+    assert expected != program(model, variables, x)
+    assert program(converted, variables, x, method="encode") == expected
+    assert program(converted, variables, x, method=Model.encode) == expected
+    by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
+    assert by_lambda == expected
 
-            def __call__(self, tokens):
-                x = self.embed(tokens)
-                kernel = self.embed.variables["params"]["embedding"].T
-                return self.decoder.apply({"params": {"kernel": kernel}}, x)
 
-        tokens = jnp.ones((2, 3), jnp.int32)
-        assert recipe_names(Tied(), Rule("decoder", MXFP8), tokens)["decoder"] == "mxfp8"
+def test_nothing_stays_behind_after_an_error():
+    class Fails(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Dense(4)(x)
+            raise RuntimeError
+
+    dense, x = nn.Dense(4), jnp.ones((2, WIDTH))
+    before = program(dense, abstract_init(dense, x), x)
+    with pytest.raises(RuntimeError):
+        convert.linen(Fails(), ALL).init(jax.random.key(0), x)
+    assert program(dense, abstract_init(dense, x), x) == before
+
+
+def test_applied_with_parameters_that_it_makes():
+    class Tied(nn.Module):
+        def setup(self):
+            self.embed = nn.Embed(7, WIDTH)
+            self.decoder = nn.Dense(7, use_bias=False)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            kernel = self.embed.variables["params"]["embedding"].T
+            return self.decoder.apply({"params": {"kernel": kernel}}, x)
+
+    tokens = jnp.ones((2, 3), jnp.int32)
+    assert recipe_names(Tied(), Rule("decoder", MXFP8), tokens)["decoder"] == "mxfp8"
 
 
 def test_errors():
@@ -229,26 +173,8 @@ def test_errors():
         abstract_init(part, jnp.ones((2, WIDTH)))
 
 
-def test_what_has_no_low_precision_is_told():
-    model = nn.Sequential([nn.Dense(3, dtype=jnp.complex64)])
-    with pytest.warns(UnusedRuleWarning, match="'layers_0': operands of dtype=complex64 are not"):
-        convert.report(model, Rule(".*", MXFP8), jnp.ones((2, 4)))
-
-
 # Stochastic recipes draw from the stream "quantize".
 RANDOM = Rule(".*", STOCHASTIC)
-KEYS = [jax.random.key(seed) for seed in (1, 2)]
-
-
-def setup_model(module: nn.Module) -> tuple[Any, Any, Any]:
-    """Its variables; it converted, as a function of streams, compiled and not."""
-    x, converted = example_input(), convert.linen(module, RANDOM)
-    variables = quick(module.init)(jax.random.key(0), x)
-
-    def run(rngs: Any = None) -> Any:
-        return converted.apply(variables, x, rngs=rngs)
-
-    return variables, quick(run), run
 
 
 class Layers(nn.Module):
@@ -292,8 +218,11 @@ DRAWING = {
 @pytest.mark.parametrize("name", DRAWING)
 def test_every_layer_use_and_step_draws_anew(name: str):
     module, stream = DRAWING[name]
-    _, run, _ = setup_model(module)
-    first, again, other = (run({stream: key}) for key in (*KEYS[:1] * 2, KEYS[1]))
+    x = example_input()
+    variables = quick(module.init)(jax.random.key(0), x)
+    apply = functools.partial(convert.linen(module, RANDOM).apply, variables, x)
+    run = quick(lambda key: apply(rngs={stream: key}))
+    first, again, other = (run(jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert np.any(first != other)
     assert len({np.asarray(values).tobytes() for values in first}) == len(first)
@@ -328,41 +257,12 @@ class Model(nn.Module):
         return self(self.decode(x))
 
 
-VARIABLES = jax.tree.map(
-    lambda leaf: np.zeros(leaf.shape, leaf.dtype),
-    jax.eval_shape(functools.partial(Model().init, method=Model.both), KEY, X),
-)
-
-
-def init(module: nn.Module, **options: Any) -> Any:
-    return jax.eval_shape(functools.partial(module.init, **options), KEY, X)
-
-
-def apply(module: nn.Module, **options: Any) -> Any:
-    return jax.eval_shape(functools.partial(module.apply, **options), VARIABLES, X)
-
-
-@pytest.mark.parametrize("pattern", ["encoder_0", "decoder"])
-def test_strict_raises(pattern: str):
-    model = convert.linen(Model(), [Rule("head", None), Rule(pattern, MXFP8)], strict=True)
-    for rebuilt in (model, model.clone(), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        message = rf"matched no layer: 1 \('{pattern}'\); no layer is converted; the model has 'enc"
-        for call in (
-            init,
-            apply,
-            lambda module: jax.eval_shape(module.init_with_output, KEY, X),
-            lambda module: apply(module, method="__call__"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                call(rebuilt)
-
-
 def test_a_rule_that_matched_before_is_not_warned_about():
     """`init` meets what `apply` does not, and nn.jit runs a layer once for all calls."""
-    model = convert.linen(Model(), [Rule("decoder", MXFP8), Rule(".*", MXFP8)], strict=True)
-    init(model, method=Model.both)
+    model = convert.linen(Model(), [Rule("decoder", MXFP8), ALL], strict=True)
+    variables = jax.eval_shape(functools.partial(model.init, method=Model.both), KEY, X)
     for _ in range(3):
-        apply(model)
+        jax.eval_shape(model.apply, variables, X)
 
 
 @pytest.mark.filterwarnings("error")

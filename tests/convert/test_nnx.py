@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-import mx_jax
 from mx_jax import convert
 from mx_jax.convert import Rule
 
@@ -27,12 +26,9 @@ class Model(nnx.Module):
         self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
 
-def example_input() -> np.ndarray:
-    return np.random.default_rng(7).standard_normal((2, 3, WIDTH), np.float32)
-
-
-def abstract() -> Model:
-    """A model that has shapes alone: no initializer runs."""
+@pytest.fixture
+def model() -> Model:
+    """One that has shapes alone: no initializer runs."""
     return nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
 
 
@@ -41,80 +37,44 @@ def state_paths(model: nnx.Module, *filters: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
-class TestModel:
-    def test_copy_shares_variables(self):
-        model = abstract()
-        before, paths = nnx.graphdef(model), state_paths(model)
-        converted = convert.nnx(model, Rule(".*", MXFP8))
-        assert isinstance(converted, Model) and type(converted).__name__ == "Model"
-        assert converted.split is not model.split
-        assert converted.split.kernel is model.split.kernel
-        assert converted.shared is converted.again, "sharing is kept"
-        assert nnx.graphdef(model) == before, "the model itself is as it was"
-        assert state_paths(converted) == paths
+def test_a_copy_shares_variables(model: Model):
+    before, paths = nnx.graphdef(model), state_paths(model)
+    converted = convert.nnx(model, Rule(".*", MXFP8))
+    assert isinstance(converted, Model) and type(converted).__name__ == "Model"
+    assert converted.split is not model.split
+    assert converted.split.kernel is model.split.kernel
+    assert converted.shared is converted.again, "sharing is kept"
+    assert nnx.graphdef(model) == before, "the model itself is as it was"
+    assert state_paths(converted) == paths
 
 
-class TestLayers:
-    def test_a_shared_layer_has_several_paths(self):
-        model = abstract()
-        for pattern in ("again", "shared"):
-            assert recipe_names(model, Rule(pattern, MXFP8))["again"] == "mxfp8"
-        outer = nnx.Dict(left=model, right=model)
-        names = recipe_names(nnx.Sequential(outer), Rule("layers/0/right/split", MXFP8))
-        assert names["layers/0/left/split"] == "mxfp8"
+def test_a_shared_layer_has_several_paths(model: Model):
+    for pattern in ("again", "shared"):
+        assert recipe_names(model, Rule(pattern, MXFP8))["again"] == "mxfp8"
+    outer = nnx.Dict(left=model, right=model)
+    names = recipe_names(nnx.Sequential(outer), Rule("layers/0/right/split", MXFP8))
+    assert names["layers/0/left/split"] == "mxfp8"
 
 
-class TestStacks:
-    """Layers made by nnx.vmap, run by nnx.scan or nnx.vmap."""
-
-    @staticmethod
-    def stack(make: Any) -> nnx.Module:
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def build(rngs: nnx.Rngs) -> nnx.Module:
-            return make(rngs)
-
-        return build(nnx.Rngs(0))
-
-    @staticmethod
-    def scan(layers: nnx.Module, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def run(x, layer):
-            return layer(x)
-
-        return run(x, layers)
-
-    def test_scan_equals_by_hand(self):
-        layers = self.stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
-        converted = convert.nnx(layers, Rule(".*", MXFP8))
-        by_hand = self.stack(
-            lambda rngs: mx_jax.nn.nnx.Linear(WIDTH, WIDTH, recipe=MXFP8, rngs=rngs)
-        )
-        x = example_input()
-        np.testing.assert_array_equal(self.scan(converted, x), self.scan(by_hand, x))
-        report = convert.report(layers, Rule(".*", MXFP8))
-        assert report.decisions[0].layer.kernel == (3, WIDTH, WIDTH)
-        assert report.decisions[0].layer.shape == (WIDTH, WIDTH)
-
-    def test_streams_that_are_not_mapped(self):
-        layers = self.stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
-        converted = convert.nnx(layers, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
-        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
-        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
-        with pytest.raises(ValueError, match=r"got the streams 'quantize' of all its layers, of "):
-            run(example_input(), converted)
+def test_a_stack_whose_streams_are_not_mapped():
+    """Layers made by nnx.vmap, run by nnx.scan; the numbers are tested with stored kernels."""
+    make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+    layers = make(nnx.Rngs(0).split(3))
+    (decision,) = convert.report(layers, Rule(".*", MXFP8)).decisions
+    assert (decision.layer.kernel, decision.layer.shape) == ((3, WIDTH, WIDTH), (WIDTH, WIDTH))
+    converted = convert.nnx(layers, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+    run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+    with pytest.raises(ValueError, match=r"got the streams 'quantize' of all its layers, of "):
+        run(jnp.ones((2, 3, WIDTH)), converted)
 
 
-class TestRandomness:
-    def test_only_streams_are_added(self):
-        model = abstract()
-        converted = convert.nnx(model, Rule("split", STOCHASTIC), rngs=nnx.Rngs(0))
-        assert state_paths(converted, nnx.Param) == state_paths(model)
-        # One of the model is for products that its code writes.
-        assert [path.split("]")[0] for path in state_paths(converted, nnx.RngState)] == [
-            *["['mx_stream'"] * 2,
-            *["['split'"] * 2,
-        ]
+def test_only_streams_are_added(model: Model):
+    converted = convert.nnx(model, Rule("split", STOCHASTIC), rngs=nnx.Rngs(0))
+    assert state_paths(converted, nnx.Param) == state_paths(model)
+    # One of the model is for products that its code writes.
+    streams = [path.split("]")[0] for path in state_paths(converted, nnx.RngState)]
+    assert streams == [*["['mx_stream'"] * 2, *["['split'"] * 2]
 
 
 def test_errors():

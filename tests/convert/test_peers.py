@@ -4,11 +4,7 @@ They need packages that the other tests do not; docs/accuracy.md names them and 
 `-s`, the reports are printed.
 """
 
-import importlib
 import importlib.util
-import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
+from tests.examples.conftest import EXAMPLES, imported
 
 from .helpers import products
 
@@ -110,21 +107,11 @@ def test_transformers(model: str, config: str, options: Any, arguments: Any, num
     judge(model, report, run, module, convert.linen(module, rules), params)
 
 
-def tunix_model(name: str) -> types.ModuleType:
-    """One model file of tunix, past the package's front door, which imports its trainers."""
-    if "tunix" not in sys.modules:
-        spec = importlib.util.find_spec("tunix")
-        if spec is None or spec.origin is None:
-            pytest.skip("tunix is not installed")
-        package = types.ModuleType("tunix")
-        package.__path__ = [str(Path(spec.origin).parent)]
-        sys.modules["tunix"] = package
-    return importlib.import_module(f"tunix.models.{name}.model")
-
-
 @pytest.mark.parametrize(("name", "model"), [("llama3", "Llama3"), ("qwen3", "Qwen3")])
 def test_tunix(name: str, model: str):
-    source = tunix_model(name)
+    if importlib.util.find_spec("tunix") is None:
+        pytest.skip("tunix is not installed")
+    source = imported(EXAMPLES / "integrations", "tunix_rules").models(name)
     config = source.ModelConfig(
         num_layers=2,
         vocab_size=64,

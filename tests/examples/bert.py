@@ -29,20 +29,20 @@ def tensors(said: Mapping[str, Any] = TINY) -> dict[str, np.ndarray]:
     """Weights `[out, in]`, biases and norms, large enough for every part to matter."""
     rng = np.random.default_rng(0)
     width, hidden = said["hidden_size"], said["intermediate_size"]
-    found: dict[str, np.ndarray] = {}
+    result: dict[str, np.ndarray] = {}
 
     def table(name: str, rows: int) -> None:
         values = rng.standard_normal((rows, width))
-        found[f"embeddings.{name}_embeddings.weight"] = values.astype(np.float32)
+        result[f"embeddings.{name}_embeddings.weight"] = values.astype(np.float32)
 
     def dense(name: str, out: int, into: int) -> None:
         values = rng.standard_normal((out, into)) * 1.5 / np.sqrt(into)
-        found[f"{name}.weight"] = values.astype(np.float32)
-        found[f"{name}.bias"] = (0.3 * rng.standard_normal(out)).astype(np.float32)
+        result[f"{name}.weight"] = values.astype(np.float32)
+        result[f"{name}.bias"] = (0.3 * rng.standard_normal(out)).astype(np.float32)
 
     def norm(name: str) -> None:
-        found[f"{name}.weight"] = rng.uniform(0.5, 1.5, width).astype(np.float32)
-        found[f"{name}.bias"] = (0.3 * rng.standard_normal(width)).astype(np.float32)
+        result[f"{name}.weight"] = rng.uniform(0.5, 1.5, width).astype(np.float32)
+        result[f"{name}.bias"] = (0.3 * rng.standard_normal(width)).astype(np.float32)
 
     table("word", said["vocab_size"])
     table("position", said["max_position_embeddings"])
@@ -56,4 +56,4 @@ def tensors(said: Mapping[str, Any] = TINY) -> dict[str, np.ndarray]:
         dense(f"{name}.intermediate.dense", hidden, width)
         dense(f"{name}.output.dense", width, hidden)
         norm(f"{name}.output.LayerNorm")
-    return found
+    return result

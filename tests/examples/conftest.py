@@ -17,7 +17,7 @@ sys.path.append(str(EXAMPLES))
 
 STEPS = 6
 TINY = (
-    f"--steps {STEPS} --d-model 32 --layers 2 --heads 1 --context 32 --batch 4 "
+    f"--steps {STEPS} --d-model 32 --layers 1 --heads 1 --context 32 --batch 4 "
     "--eval-every 3 --eval-tokens 256 --checkpoint-every 2 --sample 0"
 ).split()
 

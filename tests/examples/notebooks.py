@@ -65,15 +65,15 @@ def _run(source: str, number: int, namespace: dict[str, Any]) -> list[dict[str, 
 def _figures() -> list[dict[str, Any]]:
     """Open figures, which Jupyter shows below the cell that made them."""
     plt = sys.modules.get("matplotlib.pyplot")
-    found = []
+    outputs = []
     for number in plt.get_fignums() if plt else ():
         file = io.BytesIO()
         plt.figure(number).savefig(file, format="png", dpi=100, metadata={"Software": None})
         plt.close(number)
         png = base64.b64encode(file.getvalue()).decode() + "\n"
         data = {"image/png": png, "text/plain": ["<Figure>"]}
-        found.append({"output_type": "display_data", "data": data, "metadata": {}})
-    return found
+        outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
+    return outputs
 
 
 def _lines(text: str) -> list[str]:
@@ -83,7 +83,7 @@ def _lines(text: str) -> list[str]:
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     """Where the texts of two outputs differ; numbers may by one in the last digit, or by 2 %."""
     for name in ("text", "text/plain"):
-        one, other = ("".join({**own, **own.get("data", {})}.get(name, "")) for own in (old, new))
+        one, other = ("".join({**x, **x.get("data", {})}.get(name, "")) for x in (old, new))
         if NUMBER.sub("0", _spaced(one)) != NUMBER.sub("0", _spaced(other)):
             return f"{one!r} is now {other!r}"
         for a, b in zip(NUMBER.finditer(one), NUMBER.finditer(other), strict=True):

@@ -30,10 +30,10 @@ PARAMS = {
 
 def loss(params: Any, batch: Any) -> jax.Array:
     """How far each layer's weights are from what they were; the head counts a hundred times."""
-    own = params["params"]
+    new = params["params"]
     weights = {"layer_0": 1.0, "layer_1": 1.0, "layer_2": 1.0, "head": 100.0}
     return sum(
-        (weight * batch * jnp.mean((own[name]["kernel"] - PARAMS["params"][name]["kernel"]) ** 2))
+        (weight * batch * jnp.mean((new[name]["kernel"] - PARAMS["params"][name]["kernel"]) ** 2))
         for name, weight in weights.items()
     ) + jnp.float32(1)
 
@@ -41,7 +41,7 @@ def loss(params: Any, batch: Any) -> jax.Array:
 BATCHES = [np.float32(0.8), np.float32(1.2)]
 
 
-def found_by(budget: Budget, **options: Any) -> Sensitivity:
+def sensitivity_under(budget: Budget, **options: Any) -> Sensitivity:
     return sensitivity(loss, PARAMS, BATCHES, FORMATS, budget=budget, **options)
 
 
@@ -55,31 +55,31 @@ def test_a_format_that_breaks_the_loss_is_never_chosen(budget: Budget):
         a, b = (params[name]["kernel"][0, 0] for name in "ab")
         return jnp.where(a == 1, jnp.nan, (a - 1.1) ** 2 + (b - 1.1) ** 2) * batch
 
-    found = sensitivity(broken, params, BATCHES, ["mxfp4", "mxint8"], budget=budget)
-    assert found.chosen == {"a/kernel": "mxint8", "b/kernel": "mxfp4"}
-    assert np.isfinite(found.increase)
+    result = sensitivity(broken, params, BATCHES, ["mxfp4", "mxint8"], budget=budget)
+    assert result.chosen == {"a/kernel": "mxint8", "b/kernel": "mxfp4"}
+    assert np.isfinite(result.increase)
     # The table begins with it.
-    assert str(found).splitlines()[1].startswith("a/kernel")
+    assert str(result).splitlines()[1].startswith("a/kernel")
 
 
 def test_a_planted_layer():
     """Five bits on average: the head gets more than the others, which get four."""
-    found = found_by(Budget(bits=5.25))
+    result = sensitivity_under(Budget(bits=5.25))
     others = [f"params/layer_{i}/kernel" for i in range(3)]
-    assert [found.chosen[name] for name in others] == ["mxfp4"] * 3
-    assert found.chosen["params/head/kernel"] == "mxint8"
-    assert 8 * found.bytes / (4 * 64 * 64) <= 5.25
-    assert found.loss == 1 and found.increase == pytest.approx(found.sum_of_increases, rel=1e-3)
+    assert [result.chosen[name] for name in others] == ["mxfp4"] * 3
+    assert result.chosen["params/head/kernel"] == "mxint8"
+    assert 8 * result.bytes / (4 * 64 * 64) <= 5.25
+    assert result.loss == 1 and result.increase == pytest.approx(result.sum_of_increases, rel=1e-3)
     # The first line of the table is the layer that minds most.
-    heads, first, *_ = str(found).splitlines()
+    heads, first, *_ = str(result).splitlines()
     assert first.startswith("params/head/kernel")
     assert heads.split() == ["layer", "shape", *FORMATS, "chosen"]
-    assert "budget: 5.25 bits a parameter" in found.summary
+    assert "budget: 5.25 bits a parameter" in result.summary
 
 
 def test_increases_are_those_of_single_layers():
-    found = found_by(Budget(bits=8))
-    row = next(r for r in found.rows if r.layer == "params/head/kernel" and r.name == "mxfp4")
+    result = sensitivity_under(Budget(bits=8))
+    row = next(r for r in result.rows if r.layer == "params/head/kernel" and r.name == "mxfp4")
     kernel = PARAMS["params"]["head"]["kernel"]
     error = np.asarray(mx_jax.cast(kernel, "mxfp4", axis=0, scale_rule="even")) - kernel
     assert row.increase == pytest.approx(100 * float(np.mean(error**2)), rel=1e-3)
@@ -89,12 +89,12 @@ def test_increases_are_those_of_single_layers():
 
 
 def test_a_budget_of_bytes_and_of_loss():
-    all_rows = found_by(Budget(bytes=1e9))
+    all_rows = sensitivity_under(Budget(bytes=1e9))
     # Nothing is as good as what is there, but nothing pays for what changes no loss.
     assert set(all_rows.chosen.values()) == {None}
-    tight = found_by(Budget(loss=5e-3))
+    tight = sensitivity_under(Budget(loss=5e-3))
     assert 0 < tight.increase <= 5e-3
-    loose = found_by(Budget(loss=1.0))
+    loose = sensitivity_under(Budget(loss=1.0))
     assert loose.bytes < tight.bytes and loose.increase <= 1.0
 
 
@@ -108,9 +108,9 @@ def test_increases_that_do_not_add_up():
     others = [r.increase for r in single.rows if r.format and "head" not in r.layer]
     # Two of the three equal layers alone would fit, but both together make four times as much.
     allowed = 2.5 * others[0]
-    found = sensitivity(steep, PARAMS, [1.0], ["mxfp4"], budget=Budget(loss=allowed))
-    assert found.increase <= allowed
-    assert list(found.chosen.values()).count("mxfp4") == 1
+    result = sensitivity(steep, PARAMS, [1.0], ["mxfp4"], budget=Budget(loss=allowed))
+    assert result.increase <= allowed
+    assert list(result.chosen.values()).count("mxfp4") == 1
 
 
 class Model(nn.Module):
@@ -129,19 +129,19 @@ def test_conversion_reads_the_choice(tmp_path: Path):
         return jnp.mean((jnp.asarray(model.apply(params, x)) - exact) ** 2)
 
     exact = jnp.asarray(model.apply(params, x))
-    found = sensitivity(squares, params, [x], ["mxfp4", "mxfp8_e4m3"], budget=Budget(bits=6.4))
-    assert len(set(found.chosen.values())) == 2
-    rules = found.rules(convert.Rule)
+    result = sensitivity(squares, params, [x], ["mxfp4", "mxfp8_e4m3"], budget=Budget(bits=6.4))
+    assert len(set(result.chosen.values())) == 2
+    rules = result.rules(convert.Rule)
     stored = convert.weights(params, rules, pack=False)
-    for name, own in found.chosen.items():
+    for name, format in result.chosen.items():
         layer = name.split("/")[1]
-        assert stored["params"][layer]["kernel"].format.name == own
+        assert stored["params"][layer]["kernel"].format.name == format
     converted = convert.linen(model, rules)
-    promised = found.loss + found.increase
+    promised = result.loss + result.increase
     error = jnp.asarray(converted.apply(stored, x)) - jnp.asarray(exact)
     assert float(jnp.mean(error**2)) == pytest.approx(promised, rel=1e-5)
-    found.write(tmp_path / "rules.toml")
-    of_file = [own.rule for own in read_rules(tmp_path / "rules.toml")]
+    result.write(tmp_path / "rules.toml")
+    of_file = [format.rule for format in read_rules(tmp_path / "rules.toml")]
     assert of_file == rules
 
 
@@ -160,8 +160,8 @@ def test_scanned_layers_together_and_nnx():
         return params["blocks"]["up"]["kernel"].sum() * batch
 
     budget = Budget(bits=5)
-    found = sensitivity(total, stacked, [1.0], ["mxfp4"], budget=budget, scanned="blocks/.*")
-    assert found.choices[0].shape == (3, 64, 32)
+    result = sensitivity(total, stacked, [1.0], ["mxfp4"], budget=budget, scanned="blocks/.*")
+    assert result.choices[0].shape == (3, 64, 32)
     with pytest.raises(ValueError, match=r"'blocks/up/kernel' must have 2 axes.*\(3, 64, 32\)"):
         sensitivity(total, stacked, [1.0], ["mxfp4"], budget=budget)
 
@@ -178,11 +178,11 @@ def test_errors():
     with pytest.raises(ValueError, match="must be finite while nothing is quantized, got loss=nan"):
         sensitivity(lambda p, x: x * jnp.nan, PARAMS, [np.float32(1)], budget=five)
     with pytest.raises(ValueError, match=r"layers='none' matches none of the parameters 'params/h"):
-        found_by(five, layers="none")
+        sensitivity_under(five, layers="none")
     with pytest.raises(ValueError, match="needs at least one batch, got none"):
         sensitivity(loss, PARAMS, [], FORMATS, budget=five)
     with pytest.raises(ValueError, match=r"smallest formats take 8,704 bytes \(4.25 bits"):
-        found_by(Budget(bits=4))
+        sensitivity_under(Budget(bits=4))
 
 
 def test_the_choice_is_the_best():
@@ -192,9 +192,9 @@ def test_the_choice_is_the_best():
         costs, sizes = rng.random((2, 5, 3)) * [[[1e-3]], [[1e6]]]
         limit = float(rng.uniform(sizes.min(1).sum(), sizes.max(1).sum()))
         every = [
-            (sum(c[i] for c, i in zip(costs, own, strict=True)), own)
-            for own in itertools.product(range(3), repeat=5)
-            if sum(s[i] for s, i in zip(sizes, own, strict=True)) <= limit
+            (sum(c[i] for c, i in zip(costs, choice, strict=True)), choice)
+            for choice in itertools.product(range(3), repeat=5)
+            if sum(s[i] for s, i in zip(sizes, choice, strict=True)) <= limit
         ]
         assert tuple(best_choice(costs.tolist(), sizes.tolist(), limit) or ()) == min(every)[1]
     assert best_choice([[1.0]], [[2.0]], 1.0) is None

@@ -31,8 +31,9 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_layernorm_gains(finding: Any):
-    own: ModuleType = finding("layernorm_gains")
-    floor, even, rceil = (own.measure(own.gains(), rule) for rule in ("floor", "even", "rceil"))
+    script: ModuleType = finding("layernorm_gains")
+    gains = script.gains()
+    floor, even, rceil = (script.measure(gains, rule) for rule in ("floor", "even", "rceil"))
     assert floor["last_code"] == 1 and floor["error"] == pytest.approx(0.079, abs=0.001)
     assert even["last_code"] == pytest.approx(1 / 3, abs=0.05)
     assert even["error"] == pytest.approx(0.05, abs=0.001)
@@ -41,70 +42,71 @@ def test_layernorm_gains(finding: Any):
 
 @pytest.mark.slow
 def test_stochastic_clipping(finding: Any):
-    own = finding("stochastic_clipping")
-    slopes = {way: own.measure(way)["slope"] for way in own.WAYS}
+    script = finding("stochastic_clipping")
+    slopes = {way: script.measure(way)["slope"] for way in script.WAYS}
     assert slopes["FLOOR"] == pytest.approx(0.99, abs=0.002)
     assert slopes["FLOOR, 3/4"] == pytest.approx(1, abs=0.0015)
     assert slopes["RCEIL"] == pytest.approx(1, abs=0.0015)
     # A value of 7.5 becomes 6, a fifth less; with room it is right on average.
-    assert own.mean_of_largest("FLOOR", 7.5) == pytest.approx(0.8)
-    assert own.mean_of_largest("FLOOR, 3/4", 7.5) == pytest.approx(1, abs=0.005)
+    assert script.mean_of_largest("FLOOR", 7.5) == pytest.approx(0.8)
+    assert script.mean_of_largest("FLOOR, 3/4", 7.5) == pytest.approx(1, abs=0.005)
 
 
 @pytest.mark.slow
 def test_adam_moments(finding: Any):
-    own = finding("adam_moments")
-    found = {way: own.run(way, steps=1000, rows=16) for way in own.WAYS}
-    zeros = {way: found[way]["zeros"][-1] for way in found}
+    script = finding("adam_moments")
+    results = {way: script.run(way, steps=1000, rows=16) for way in script.WAYS}
+    zeros = {way: results[way]["zeros"][-1] for way in results}
     assert zeros["v, nearest"] > 0.3 and zeros["v, stochastic"] > 0.3
     assert zeros["root, stochastic"] == zeros["root, odds of squares"] == 0
-    means = {way: found[way]["mean"][-1] for way in found}
+    means = {way: results[way]["mean"][-1] for way in results}
     assert means["root, odds of squares"] == pytest.approx(1, abs=0.01)
     assert means["root, stochastic"] > 1.015
-    adam = own.optax.adamw(1e-2)
-    stored = own.mx_jax.quantize_state(adam)
-    exact, ours = (own.losses(tx, steps=300) for tx in (adam, stored))
+    adam = script.optax.adamw(1e-2)
+    stored = script.mx_jax.quantize_state(adam)
+    exact, ours = (script.losses(tx, steps=300) for tx in (adam, stored))
     assert ours[-20:].mean() == pytest.approx(exact[-20:].mean(), rel=0.15)
     assert ours[-20:].mean() < 0.1 * exact[0]
 
 
 @pytest.mark.slow
 def test_nvfp4_clipping(finding: Any):
-    found = finding("nvfp4_clipping").measure()
-    assert found["clipped"] == pytest.approx(0.5, abs=0.03)
-    assert found["amax"] == pytest.approx(0.9967, abs=0.001)
-    assert found["amax_headroom"] == pytest.approx(1, abs=0.001)
+    measured = finding("nvfp4_clipping").measure()
+    assert measured["clipped"] == pytest.approx(0.5, abs=0.03)
+    assert measured["amax"] == pytest.approx(0.9967, abs=0.001)
+    assert measured["amax_headroom"] == pytest.approx(1, abs=0.001)
 
 
 @pytest.mark.slow
 def test_gradients_e4m3_e5m2(finding: Any):
-    own = finding("gradients_e4m3_e5m2")
-    e4m3, e5m2 = own.FORMATS
-    assert own.sqnr(0.0, e4m3) > own.sqnr(0.0, e5m2) + 5
-    assert own.relative_error(2.0, e4m3) < 0.6 * own.relative_error(2.0, e5m2)
-    assert own.relative_error(10.0, e4m3) > 2 * own.relative_error(10.0, e5m2)
+    script = finding("gradients_e4m3_e5m2")
+    e4m3, e5m2 = script.FORMATS
+    assert script.sqnr(0.0, e4m3) > script.sqnr(0.0, e5m2) + 5
+    assert script.relative_error(2.0, e4m3) < 0.6 * script.relative_error(2.0, e5m2)
+    assert script.relative_error(10.0, e4m3) > 2 * script.relative_error(10.0, e5m2)
 
 
 @pytest.mark.slow
 def test_hadamard_sizes(finding: Any):
-    own = finding("hadamard_sizes")
-    assert own.sqnr(32, 10.0) > own.sqnr(0, 10.0) + 1
-    assert own.sqnr(32, 1.0) == pytest.approx(own.sqnr(0, 1.0), abs=0.3)
+    script = finding("hadamard_sizes")
+    assert script.sqnr(32, 10.0) > script.sqnr(0, 10.0) + 1
+    assert script.sqnr(32, 1.0) == pytest.approx(script.sqnr(0, 1.0), abs=0.3)
 
 
 @pytest.mark.slow
 def test_requantized_tiles(finding: Any):
-    own = finding("requantized_tiles")
-    lost = {name: own.measure(name)["once"] - own.measure(name)["twice"] for name in own.FORMATS}
+    script = finding("requantized_tiles")
+    measured = {name: script.measure(name) for name in script.FORMATS}
+    lost = {name: sqnr["once"] - sqnr["twice"] for name, sqnr in measured.items()}
     assert abs(lost["mxfp8_e4m3"]) < 0.01
     assert 0.05 < lost["mxfp4"] < 0.4
     assert lost["float8_blockwise_e4m3"] == pytest.approx(3, abs=0.3)
 
 
 def test_head_in_fp4(finding: Any):
-    own = finding("head_in_fp4")
-    assert own.vanished("mxfp4") > 0.7 and own.vanished("mxfp8_e4m3") < 0.01
-    assert own.kept("mxfp4") < 0.85 < 0.99 < own.kept("mxfp8_e4m3")
+    script = finding("head_in_fp4")
+    assert script.vanished("mxfp4") > 0.7 and script.vanished("mxfp8_e4m3") < 0.01
+    assert script.kept("mxfp4") < 0.85 < 0.99 < script.kept("mxfp8_e4m3")
 
 
 def test_each_is_on_the_page_as_its_script_draws_it(finding: Any):
@@ -122,8 +124,8 @@ def test_each_is_on_the_page_as_its_script_draws_it(finding: Any):
 def test_the_committed_picture_is_the_scripts(name: str):
     text = (pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
     (described,) = re.findall(r"<dc:description>(\w+)</dc:description>", text)
-    own = pictures.digest(Path(pictures.__file__), numbers=pictures.numbers(name))
-    assert described == own, "run examples/numerics_pictures.py"
+    digest = pictures.digest(Path(pictures.__file__), numbers=pictures.numbers(name))
+    assert described == digest, "run examples/numerics_pictures.py"
     page, _ = pictures.PICTURES[name]
     assert f"images/numerics/{name}.svg" in (ROOT / "docs" / f"{page}.md").read_text()
 

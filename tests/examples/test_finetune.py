@@ -29,7 +29,6 @@ for package in ("optax", "orbax.checkpoint", "rich"):
 
 STEPS = 4
 SMALL = f"--steps {STEPS} --batch 2 --context 16 --windows 4 --every 2 --lr 3e-3 --rank 4".split()
-TO_SERVE = ["--format", "mxfp4", "--to", "compressed-tensors"]
 
 
 module = functools.partial(imported, EXAMPLES / "finetune")
@@ -67,15 +66,6 @@ def losses(out: str, way: str) -> dict[str, Any]:
     return {name: runs(out)[way][name] for name in ("before", "train", "after")}
 
 
-def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C, once, before a step."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    disturb(monkeypatch, module("train"), step, interrupt)
-
-
 @pytest.fixture
 def llama() -> ModuleType:
     return module("llama")
@@ -94,9 +84,13 @@ def logits_of(model: nnx.Module) -> np.ndarray:
 @pytest.mark.slow
 def test_trained_in_codes_stopped_resumed_served(call, monkeypatch, capsys):
     """From a folder to a text; what multiplied last in training is what is served."""
-    way = ("--ways", "qat:mxfp4")
+    way = ("--ways", "qat:mxfp4", "--layers", "1")
     assert call(*way, "--out", "whole") == 0
-    stop_at(STEPS, monkeypatch)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    disturb(monkeypatch, module("train"), STEPS, interrupt)
     assert call(*way) == 130
     assert not runs() and "--resume goes on" in capsys.readouterr().err
     assert module("train").main(["--resume"]) == 0
@@ -104,14 +98,15 @@ def test_trained_in_codes_stopped_resumed_served(call, monkeypatch, capsys):
     stored, resumed = (open_model(Path(out, "qat-mxfp4")).weights for out in ("whole", "finetuned"))
     for name in stored:
         np.testing.assert_array_equal(stored[name], resumed[name])
-    found = losses("whole", "qat:mxfp4")
-    assert len(found["train"]) == STEPS and len(found["after"]) == 4
-    assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
+    measured = losses("whole", "qat:mxfp4")
+    assert len(measured["train"]) == STEPS and len(measured["after"]) == 4
+    assert np.mean(measured["after"]) < np.mean(measured["before"]) - 0.1
 
-    assert main(["quantize", "finetuned/qat-mxfp4", "small", *TO_SERVE]) == 0
-    assert len(open_model(Path("small")).weights.quantized) == 2 * 7
+    to_serve = ["--format", "mxfp4", "--to", "compressed-tensors"]
+    assert main(["quantize", "finetuned/qat-mxfp4", "small", *to_serve]) == 0
+    assert len(open_model(Path("small")).weights.quantized) == 7
     assert module("train").main(["--evaluate", "small"]) == 0
-    np.testing.assert_allclose(runs()["small"]["after"], found["after"], rtol=1e-5)
+    np.testing.assert_allclose(runs()["small"]["after"], measured["after"], rtol=1e-5)
     capsys.readouterr()
     assert command.main(["small", "--prompt", "9 times", "--max-tokens", "1"]) == 0
     assert capsys.readouterr().out.startswith("9 times")
@@ -147,24 +142,20 @@ def test_adapters_over_codes_are_written_as_one_matrix(llama, tmp_path: Path):
     plain = logits_of(model)
     adapters = nnx.state(model, nnx.LoRAParam)
     nnx.update(model, jax.tree.map(lambda x: x + 0.1, adapters))
-    found = logits_of(model)
-    assert np.abs(found - plain).max() > 0.1
+    adapted = logits_of(model)
+    assert np.abs(adapted - plain).max() > 0.1
     llama.write_llama(model, tmp_path / "merged", folder)
     merged = llama.read_llama(tmp_path / "merged", rngs=nnx.Rngs(0))
-    np.testing.assert_allclose(logits_of(merged), found, atol=1e-4)
+    np.testing.assert_allclose(logits_of(merged), adapted, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["mxfp4_stochastic", "lora:mxfp4"])
-def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
+def test_every_way_learns(way: str, call, capsys):
     states = ("--states", "mxfp8" if way == "mxfp4_stochastic" else "float32")
-    assert call("--ways", way, "--out", "whole", *states) == 0
-    stop_at(STEPS, monkeypatch)
-    assert call("--ways", way, *states) == 130
-    assert call("--resume") == 0
-    found = losses("whole", way)
-    assert losses("finetuned", way) == found
-    assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
+    assert call("--ways", way, "--layers", "1", *states) == 0
+    result = losses("finetuned", way)
+    assert np.mean(result["after"]) < np.mean(result["before"]) - 0.1
     capsys.readouterr()
     assert call("--resume") == 0
     assert f"{way}: done before" in capsys.readouterr().out

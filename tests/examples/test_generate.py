@@ -62,9 +62,9 @@ def test_the_prompt_from_standard_input_and_the_end_token(
     words = [str(folder), "--format", "float32", "--max-tokens", "3"]
     words += ["--temperature", "1", "--seed", "1", "--stats"]
     assert main([*words, "--prompt", "Once"]) == 0
-    said, told = capsys.readouterr()
+    said, statistics = capsys.readouterr()
     assert said.startswith("Once") and said.endswith("\n") and len(said) == 4 + 3 + 1
-    assert "weights 0." in told
+    assert "weights 0." in statistics
     monkeypatch.setattr("sys.stdin", io.StringIO("Once"))
     assert main([*words, "--prompt", "-"]) == 0
     assert capsys.readouterr().out == said
@@ -111,20 +111,20 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_formats_by_name():
-    found = formats_of("mxfp8,gate_up=nvfp4,head=mxint8")
-    names = {part: format.name for part, format in found.items()}
+    formats = formats_of("mxfp8,gate_up=nvfp4,head=mxint8")
+    names = {part: format.name for part, format in formats.items()}
     assert names == {
         **dict.fromkeys(("qkv", "attention_out", "down"), "mxfp8_e4m3"),
         "gate_up": "nvfp4",
         "head": "mxint8",
     }
-    for given in ("mxfp4,tail=mxint8", "mxfp4,head", "mxfp4,"):
-        with pytest.raises(ValueError, match=f"of qkv, attention_out, .*format='{given}'|unknown"):
-            formats_of(given)
+    for words in ("mxfp4,tail=mxint8", "mxfp4,head", "mxfp4,"):
+        with pytest.raises(ValueError, match=f"of qkv, attention_out, .*format='{words}'|unknown"):
+            formats_of(words)
     recipe = recipe_for("mxint8", tuple(formats_of("mxfp4").values()))
     assert recipe.output.lhs.format.name == "mxint8" and recipe.output.rhs is None
     with pytest.raises(ValueError, match="nvfp4"):
-        recipe_for("mxint8", tuple(found.values()))
+        recipe_for("mxint8", tuple(formats.values()))
 
 
 # Tokens ------------------------------------------------------------------------------------------
@@ -132,29 +132,29 @@ def test_formats_by_name():
 
 @pytest.mark.slow
 def test_greedy_text_is_what_the_model_says_without_a_cache(generator: Generator):
-    found = list(generator.stream(PROMPT, 5))
+    tokens = list(generator.stream(PROMPT, 5))
     # However many are computed at once, and however many of those are wanted.
     by_two = dataclasses.replace(generator, stride=2)
-    assert [*by_two.stream(PROMPT, 5)] == found and [*by_two.stream(PROMPT, 4)] == found[:4]
-    assert [*generator.stream(PROMPT, 1)] == found[:1] and not [*generator.stream(PROMPT, 0)]
+    assert [*by_two.stream(PROMPT, 5)] == tokens and [*by_two.stream(PROMPT, 4)] == tokens[:4]
+    assert [*generator.stream(PROMPT, 1)] == tokens[:1] and not [*generator.stream(PROMPT, 0)]
     apply = quick(generator.model.apply)
     padded = np.zeros((1, 12), np.int32)
     padded[0, :5] = PROMPT
-    for index, token in enumerate(found):
+    for index, token in enumerate(tokens):
         logits, _ = apply({"params": generator.params}, padded)
         assert token == int(logits[0, 4 + index].argmax())
         padded[0, 5 + index] = token
-    assert len(found) == 5 and len(set(found)) > 2
+    assert len(tokens) == 5 and len(set(tokens)) > 2
 
 
 def test_the_first_of_the_largest_is_likeliest():
     """As argmax: the first of equals, and NaN before any number."""
     logits = np.array([[1, 3, 3, -1], [-2, -np.inf, -2, -3], [0, np.nan, 9, np.nan]], np.float32)
     logits = np.concatenate([logits, np.full((1, 4), -np.inf, np.float32)])
-    found = quick(Sampling().choose)(logits, None)
+    tokens = quick(Sampling().choose)(logits, None)
     with_key = quick(Sampling().choose)(logits, jax.random.key(0))
-    np.testing.assert_array_equal(with_key, found)
-    assert found.dtype == jnp.int32 and found.tolist() == [1, 0, 1, 0]
+    np.testing.assert_array_equal(with_key, tokens)
+    assert tokens.dtype == jnp.int32 and tokens.tolist() == [1, 0, 1, 0]
 
 
 def test_sampling():
@@ -199,20 +199,20 @@ FIELDS: dict[str, Any] = {
 def test_a_small_tokenizer(tmp_path: Path):
     """From a GGUF file's fields, and from a folder that says the same."""
     pytest.importorskip("tokenizers")
-    found = tokenizer_of_gguf(FIELDS)
-    found.encoder.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_of_gguf(FIELDS)
+    tokenizer.encoder.save(str(tmp_path / "tokenizer.json"))
     said = '{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": [{"name": '
     said += '"default", "template": "{{ bos_token }}{{ messages[0].content }}"}]}'
     (tmp_path / "tokenizer_config.json").write_text(said)
     (tmp_path / "config.json").write_text('{"eos_token_id": [4, 1]}')
     other = tokenizer_of_folder(tmp_path)
-    assert found.encode("abb") == [3, 2, 1] and other.encode("abb") == [2, 1]
-    assert found.stop == {4} and other.stop == {4, 1}
-    for each in (found, other):
+    assert tokenizer.encode("abb") == [3, 2, 1] and other.encode("abb") == [2, 1]
+    assert tokenizer.stop == {4} and other.stop == {4, 1}
+    for each in (tokenizer, other):
         assert each.decode([3, 2, 1, 4]) == "abb" and each.chat("ab") == "<s>ab"
     for template in ("{% for", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"):
         with pytest.raises(ValueError, match=r"chat template fails: .*; leave --chat out"):
-            dataclasses.replace(found, template=template).chat("ab")
+            dataclasses.replace(tokenizer, template=template).chat("ab")
     with pytest.raises(ValueError, match=r"of the kind gpt2 .* tokenizer.ggml.model='llama'"):
         tokenizer_of_gguf({"tokenizer.ggml.model": "llama"})
 
@@ -260,8 +260,8 @@ def test_moments_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
     texts.write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 9)
     assert llama_moments.main(words) == 0
     assert f"--keep '' --moments {moments}" in capsys.readouterr().out
-    tensors, found = tiny.hub_tensors(), checkpoint.read(moments)
-    assert set(found) == {name for name, x in tensors.items() if x.ndim == 2}
+    tensors, result = tiny.hub_tensors(), checkpoint.read(moments)
+    assert set(result) == {name for name, x in tensors.items() if x.ndim == 2}
     # A head that is one gives back what it is multiplied with.
     source, table = open_model(folder), "model.embed_tokens.weight"
     tokens = np.array([tiny.Letters().encode(texts.read_text()[:512]).ids], np.int32)
@@ -269,7 +269,7 @@ def test_moments_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
     untied = Llama(dataclasses.replace(source.config, tied=False), recipes.high_precision())
     eye = {**params, "head": jnp.eye(source.config.vocabulary, source.config.width)}
     rows = np.asarray(quick(untied.apply)({"params": eye}, tokens)[0])[0, :, : source.config.width]
-    np.testing.assert_allclose(found[table], rows.T @ rows, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(result[table], rows.T @ rows, rtol=1e-4, atol=1e-3)
 
 
 def test_moments_of_a_rotated_llama(folder: Path, capsys: pytest.CaptureFixture[str]):

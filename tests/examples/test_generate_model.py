@@ -55,20 +55,22 @@ def test_sizes_from_metadata_and_from_a_folder(tmp_path: Path):
 
 def test_fields_by_other_names_and_defaults():
     newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": None}
-    found = config_from_json(
+    config = config_from_json(
         tiny.HUB_CONFIG | newer | {"num_key_value_heads": None}, {"lm_head.weight"}
     )
-    assert (found.rope_theta, found.head_width, found.kv_heads) == (500.0, 16, 4)
-    assert not found.tied and found.rope_divisors is None
+    assert (config.rope_theta, config.head_width, config.kv_heads) == (500.0, 16, 4)
+    assert not config.tied and config.rope_divisors is None
 
 
 def test_divisors_of_rotary_frequencies():
     freqs = np.linspace(1, 8, 16, dtype=np.float32)
-    found = config_from_gguf(METADATA, {"rope_freqs.weight": freqs})
-    np.testing.assert_array_equal(found.rope_divisors, freqs)
+    divided = config_from_gguf(METADATA, {"rope_freqs.weight": freqs})
+    np.testing.assert_array_equal(divided.rope_divisors, freqs)
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     assert config_from_gguf(METADATA | linear, {}).rope_divisors == (4.0,) * 16
-    angles = [np.arcsin(rotations(config, 1, 0.5)[1])[0, 0, :16] for config in (tiny.CONFIG, found)]
+    angles = [
+        np.arcsin(rotations(config, 1, 0.5)[1])[0, 0, :16] for config in (tiny.CONFIG, divided)
+    ]
     np.testing.assert_allclose(angles[0] / angles[1], freqs, rtol=1e-4)
 
 
@@ -130,11 +132,11 @@ def test_token_by_token_is_all_at_once(params):
     step = quick(model.apply)
     whole, _ = step({"params": params}, tiny.TOKENS)
     held = (KVCache.zeros(2, 16, config.kv_heads, config.head_width),) * config.layers
-    found = []
+    parts = []
     for first, last in [(0, 7), (7, 8), (8, 9)]:
         logits, held = step({"params": params}, tiny.TOKENS[:, first:last], held, first)
-        found.append(logits)
-    np.testing.assert_allclose(np.concatenate(found, 1), whole, atol=2e-5)
+        parts.append(logits)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-5)
 
 
 def leaves(params: Any) -> list[Any]:
@@ -164,8 +166,8 @@ def test_activations_are_quantized_where_weights_are_codes(params):
     np.testing.assert_array_equal(same, exact)
     down = params["layers_1"]["down"]["kernel"]
     params = params | {"layers_1": params["layers_1"] | {"down": {"kernel": cast(down, "mxint8")}}}
-    found = quick(low.apply)({"params": params}, tiny.TOKENS)[0]
-    assert np.abs(found - exact).max() > 0.1
+    quantized_down = quick(low.apply)({"params": params}, tiny.TOKENS)[0]
+    assert np.abs(quantized_down - exact).max() > 0.1
 
 
 def cast(kernel: jax.Array, format: str) -> MXArray:
@@ -183,3 +185,35 @@ def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
     assert not can_join([first, mx_jax.quantize(x, "nvfp4", tensor_scale=0.02)])
     assert not can_join([first, mx_jax.quantize(x, "mxfp4")])
     assert not can_join([first, x])
+
+
+# SmolLM2-135M itself, in float32: logits of transformers, tokens of llama.cpp --------------------
+
+SMOLLM2 = json.loads(Path(__file__).with_name("smollm2.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return open_model(tiny.smollm2())
+
+
+@pytest.mark.slow
+def test_logits_of_smollm2(smollm2):
+    params = params_of(smollm2.weights, smollm2.config, smollm2.names)
+    tokens = np.array([SMOLLM2["tokens"]], np.int32)
+    apply = jax.jit(Llama(smollm2.config, HIGH).apply)
+    logits, _ = apply({"params": params}, tokens)
+    # Every 997th of each token's; they reach 34.
+    np.testing.assert_allclose(logits[0, :, ::997], SMOLLM2["logits"], atol=2e-4)
+
+
+@pytest.mark.slow
+def test_tokens_of_smollm2(smollm2):
+    pytest.importorskip("tokenizers")
+    tokenizer = smollm2.tokenizer()
+    for case in SMOLLM2["llama.cpp"]:
+        assert tokenizer.encode(case["text"]) == case["tokens"], case["text"]
+    plain = SMOLLM2["llama.cpp"][1]
+    assert tokenizer.decode(plain["tokens"]) == plain["text"]
+    assert tokenizer.stop == {2}
+    assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant" in tokenizer.chat("Why?")

@@ -50,15 +50,15 @@ def test_scales_by_hand():
     x = rng.standard_normal((6, 256), F) * 2.0 ** rng.integers(-9, 1, (6, 1)).astype(F)
     bits = rng.integers(0, 1 << 16, (6, 16), dtype=np.int32)
     run = quick(lambda x, bits: quantize(x, NVFP4, ((-1, 16),), MS_EDEN, random_bits=bits))
-    found = run(x, bits)
+    result = run(x, bits)
     values, scales = ms_eden(x, bits)
-    codes = np.asarray(found.codes).view(ml_dtypes.float4_e2m1fn)
+    codes = np.asarray(result.codes).view(ml_dtypes.float4_e2m1fn)
     # A quotient in float32 may fall on the other side of a tie, a sum on that of a random number.
     assert np.mean(codes.astype(F) == values) > 0.998
-    assert np.mean(np.asarray(found.scales).view(E4M3) == scales) > 0.97
-    apart = np.asarray(found.scales).astype(int) - scales.view(np.uint8)
+    assert np.mean(np.asarray(result.scales).view(E4M3) == scales) > 0.97
+    apart = np.asarray(result.scales).astype(int) - scales.view(np.uint8)
     assert np.abs(apart).max() <= 1
-    np.testing.assert_allclose(found.tensor_scale, [[np.abs(x).max() / LARGEST_SCALE / LARGEST]])
+    np.testing.assert_allclose(result.tensor_scale, [[np.abs(x).max() / LARGEST_SCALE / LARGEST]])
 
 
 def test_what_is_lost_stays_in_its_block():
@@ -89,7 +89,7 @@ def slope_and_error(x: np.ndarray, rule: ScaleRule, rounding: Rounding) -> tuple
     """`<Q(x), x> / <x, x>` of draws that rotate x anew, and the mean relative squared error."""
     rng = np.random.default_rng(4)
     signs = rng.choice(np.array([-1, 1], F), (NUM_DRAWS, 1, 1, 128))
-    turned = (x.reshape(1, len(x), -1, 128) * signs) @ hadamard.matrix(128)
+    rotated = (x.reshape(1, len(x), -1, 128) * signs) @ hadamard.matrix(128)
     shape = (NUM_DRAWS, *x.shape[:1], x.shape[1] // (16 if rule.rounding.random_bits else 1))
     bits = rng.integers(0, 1 << 16, shape, dtype=np.int32)
     run = quick(
@@ -97,10 +97,10 @@ def slope_and_error(x: np.ndarray, rule: ScaleRule, rounding: Rounding) -> tuple
             y, NVFP4, ((-1, 16),), rule, rounding, random_bits=bits
         ).dequantize()
     )
-    found = np.asarray(run(turned.reshape(NUM_DRAWS, *x.shape), bits), np.float64)
-    exact = turned.reshape(found.shape)
-    slopes = (found * exact).sum((1, 2)) / np.square(exact).sum((1, 2))
-    return slopes, float(np.square(found - exact).sum() / np.square(exact).sum())
+    quantized = np.asarray(run(rotated.reshape(NUM_DRAWS, *x.shape), bits), np.float64)
+    exact = rotated.reshape(quantized.shape)
+    slopes = (quantized * exact).sum((1, 2)) / np.square(exact).sum((1, 2))
+    return slopes, float(np.square(quantized - exact).sum() / np.square(exact).sum())
 
 
 def test_unbiased_with_less_than_half_the_error_of_stochastic_rounding():

@@ -35,9 +35,9 @@ def tiny(parts) -> Any:
 @pytest.fixture
 def folder(parts) -> Path:
     """Of the model itself; its weights are in no test."""
-    given = os.environ.get("MX_JAX_MINILM")
+    path = os.environ.get("MX_JAX_MINILM")
     try:
-        return parts.weights.find_folder(None if given is None else Path(given))
+        return parts.weights.find_folder(None if path is None else Path(path))
     except parts.weights.ModelError as error:
         pytest.skip(str(error))
 
@@ -47,17 +47,17 @@ def test_tiny_vectors_are_those_of_transformers(parts, tiny):
     model, variables = tiny
     (batch,) = parts.embedding.batches(bert.TINY_SENTENCES, 64)
     assert batch.tokens.shape == (4, 16)
-    found = quick(model.apply)(variables, batch.tokens, batch.mask)[: len(batch.where)]
+    vectors = quick(model.apply)(variables, batch.tokens, batch.mask)[: len(batch.where)]
     theirs = np.load(HERE / "tiny_bert.npy")
-    np.testing.assert_allclose(found, theirs[batch.where], atol=2e-6)
+    np.testing.assert_allclose(vectors, theirs[batch.where], atol=2e-6)
 
 
 @pytest.mark.slow
 def test_vectors_are_those_of_transformers(parts, folder):
     config, params = parts.weights.load(folder)
     embedder = parts.embedding.Embedder(parts.model.Encoder(config), {"params": params})
-    found = embedder.embed(bert.SENTENCES["tokens"])
-    np.testing.assert_allclose(found, np.load(HERE / "minilm.npy"), atol=1e-5)
+    vectors = embedder.embed(bert.SENTENCES["tokens"])
+    np.testing.assert_allclose(vectors, np.load(HERE / "minilm.npy"), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_conversion_quantizes_what_is_chosen(parts, tiny):
     assert sum(recipe is not None for recipe in recipes.values()) == 2 * 6 + 1
 
     low = parts.formats.quantized(model, variables, choice)
-    found = quick(low.model.apply)(low.variables, batch.tokens, batch.mask)
-    cosine = (np.asarray(found) * exact).sum(-1)
+    vectors = quick(low.model.apply)(low.variables, batch.tokens, batch.mask)
+    cosine = (np.asarray(vectors) * exact).sum(-1)
     assert (cosine > 0.9).all() and (cosine < 0.9999).any()
     kernels = 2 * (4 * 64 * 64 + 2 * 64 * 96)
     assert parts.formats.kernel_bytes(variables) == 4 * kernels
@@ -116,9 +116,9 @@ def test_batches_and_neighbors(parts):
     np.testing.assert_allclose(similar[:, 0], np.cos([0.1, 0.1, 0.05, 0.05, 1.45]), rtol=1e-5)
     same = parts.embedding.agreement(exact, exact)
     assert same == pytest.approx({"cosine": 1, "smallest": 1, "nearest": 1, "ten": 1})
-    turned = np.stack([np.cos(angles), np.sin(angles)], 1)
-    turned[0] = -turned[0]
-    low = parts.embedding.agreement(turned.astype(np.float32), exact)
+    negated = np.stack([np.cos(angles), np.sin(angles)], 1)
+    negated[0] = -negated[0]
+    low = parts.embedding.agreement(negated.astype(np.float32), exact)
     assert low["smallest"] == pytest.approx(-1) and low["cosine"] == pytest.approx(0.6)
     assert low["nearest"] == pytest.approx(0.4) and low["ten"] == 1
 

@@ -1,6 +1,9 @@
+"""The language model: its options, results, averages, and runs that stop, fail and go on."""
+
 import dataclasses
 import math
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tqdm"):
     pytest.importorskip(package)
 
 STEPS = 6  # of the tiny runs in conftest.py
+# The same in each test, so that programs are compiled once.
+RECIPES = "float32,mxfp4_stochastic"
 
 
 def fails(capsys, run) -> str:
@@ -23,13 +28,15 @@ def fails(capsys, run) -> str:
 
 @pytest.mark.slow
 def test_results_table_plot_log_and_sample(call, results, tmp_path, capfd):
-    options = ("--recipes", "float32,mxfp4", "--seeds", "0,1")
+    options = ("--recipes", RECIPES, "--seeds", "0,1")
     assert call(*options, "--sample", "9", "--prompt", "7 times") == 0
     document = results()
     assert document["config"]["steps"] == STEPS
     assert {"jax", "flax", "mx_jax", "python", "device"} <= document["environment"].keys()
     runs = {(run["recipe"], run["seed"]): run for run in document["runs"]}
-    assert set(runs) == {(recipe, seed) for recipe in ("float32", "mxfp4") for seed in (0, 1)}
+    assert set(runs) == {
+        (recipe, seed) for recipe in ("float32", "mxfp4_stochastic") for seed in (0, 1)
+    }
     for run in runs.values():
         assert len(run["train_loss"]) == STEPS
         assert [step for step, _ in run["validation"]] == [3, 6]
@@ -38,9 +45,9 @@ def test_results_table_plot_log_and_sample(call, results, tmp_path, capfd):
         assert run["averaged_loss"] == run["final_validation_loss"]
         assert run["finished"] and run["seconds"] > 0 and run["tokens_per_second"] > 0
     # The same start and data, in another precision.
-    assert runs["float32", 0]["train_loss"] != runs["mxfp4", 0]["train_loss"]
+    assert runs["float32", 0]["train_loss"] != runs["mxfp4_stochastic", 0]["train_loss"]
     assert runs["float32", 0]["train_loss"][0] == pytest.approx(
-        runs["mxfp4", 0]["train_loss"][0], rel=0.01
+        runs["mxfp4_stochastic", 0]["train_loss"][0], rel=0.01
     )
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     output, errors = capfd.readouterr()
@@ -48,7 +55,9 @@ def test_results_table_plot_log_and_sample(call, results, tmp_path, capfd):
     # A line each validation, and no bar.
     assert output.count("float32, seed 0: step ") == 2 and "%|" not in output + errors
     losses = {key: run["final_validation_loss"] for key, run in runs.items()}
-    gap = np.mean([losses["mxfp4", seed] / losses["float32", seed] - 1 for seed in (0, 1)])
+    gap = np.mean(
+        [losses["mxfp4_stochastic", seed] / losses["float32", seed] - 1 for seed in (0, 1)]
+    )
     assert f"{100 * gap:+.2f} ±" in output
 
 
@@ -60,7 +69,7 @@ def test_resumed_runs_end_bit_identical(call, results, measured, final_state, at
     def die():
         raise RuntimeError("as if the power failed")
 
-    options = ("--recipes", "float32,mxfp4_stochastic")
+    options = ("--recipes", RECIPES)
     assert call(*options, out="undisturbed") == 0
 
     at_step(STEPS + 3, interrupt)
@@ -87,7 +96,7 @@ def test_resumed_runs_end_bit_identical(call, results, measured, final_state, at
 
 
 @pytest.mark.slow
-def test_earlier_runs_are_kept_unless_told_otherwise(call, results, tmp_path, capsys):
+def test_earlier_runs_are_kept(call, results, tmp_path, capsys):
     options = ("--recipes", "float32")
     assert call(*options) == 0
     first = results()["runs"]
@@ -96,9 +105,9 @@ def test_earlier_runs_are_kept_unless_told_otherwise(call, results, tmp_path, ca
     assert "holds earlier runs; pass --resume to continue them, --overwrite" in message
     message = fails(capsys, lambda: call(*options, "--resume", "--lr", "0.5"))
     assert "made with other settings (lr: 0.003 then, 0.5 now)" in message
-    assert call("--recipes", "mxfp4", "--resume") == 0
+    assert call("--recipes", "mxfp4_stochastic", "--resume") == 0
     assert results()["runs"][0] == first[0]
-    assert [run["recipe"] for run in results()["runs"]] == ["float32", "mxfp4"]
+    assert [run["recipe"] for run in results()["runs"]] == ["float32", "mxfp4_stochastic"]
 
     beside = tmp_path / "out" / "checkpoints" / "not-ours"
     beside.mkdir()
@@ -213,3 +222,76 @@ def test_default_text_is_english_and_batches_are_reproducible(example):
     windows = corpus.validation_batches(batch=4, context=8, tokens=64)
     assert windows.shape == (2, 4, 9)
     np.testing.assert_array_equal(windows.reshape(8, 9)[:, :8].ravel(), corpus.validation[:64])
+
+
+# A full disk and damaged checkpoints: one clear message, and nothing lost ------------------------
+
+OPTIONS = ("--recipes", "float32")
+NAME = "float32-seed0"
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return tmp_path / "out" / "checkpoints" / NAME
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_send_the_run_back_to_the_one_before(call, at_step, checkpoints, capfd):
+    """A file cut short, and one with a bit flipped."""
+    at_step(5, lambda: signal.raise_signal(signal.SIGINT))
+    assert call(*OPTIONS) == 130
+    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "5"}
+    expected = []
+    for step in ("5", "4"):
+        files = (checkpoints / step).rglob("*")
+        damaged = max(files, key=lambda path: path.is_file() * path.stat().st_size)
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content if step == "5" else content[: len(content) // 2])
+        expected.append(
+            f"{NAME}: cannot read the checkpoint of step {step}, going back to step 2 "
+            f"({damaged.relative_to(checkpoints / step)} is damaged)"
+        )
+    assert call(*OPTIONS, "--resume") == 0
+    assert capfd.readouterr().err.splitlines()[-2:] == expected
+    # Their steps are trained again.
+    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "6"}
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message(example, call, results, checkpoints, monkeypatch, capfd):
+    disk = example("lm.disk")
+    usage = type(disk.shutil.disk_usage("/"))
+    answers = [usage(10**9, 0, 10**9)]  # room for the first checkpoint
+    full = usage(10**9, 10**9 - 12_345, 12_345)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: answers.pop() if answers else full)
+    assert call(*OPTIONS) == 3
+    output, errors = capfd.readouterr()
+    (line,) = errors.splitlines()
+    assert "error: cannot write the checkpoint of step 4 (0.2 MB) to " in line
+    assert f"{checkpoints}: No space left on device (0.0 MB of 1,000.0 MB free); " in line
+    assert "the newest one is of step 2; free some space there, or use --out" in line
+    assert output.splitlines()[-1].endswith("--recipes float32 --resume")
+    assert [path.name for path in checkpoints.iterdir()] == ["2"]
+    assert [len(run["train_loss"]) for run in results()["runs"]] == [4]
+
+    monkeypatch.undo()
+    assert call(*OPTIONS, "--resume") == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_results_that_do_not_fit_leave_the_old_ones(example, tmp_path):
+    disk, path = example("lm.disk"), tmp_path / "results.json"
+    path.write_text("old")
+    (tmp_path / "results.json.partial").symlink_to("/dev/full")
+    message = rf"cannot write the results to {path}: No space left on device \(.* free\); free some"
+    with pytest.raises(disk.DiskError, match=message):
+        disk.replace("the results", path, lambda file: file.write(b"new" * 10_000))
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_folder_that_cannot_be_written_gives_another_remedy(example, tmp_path):
+    disk, path = example("lm.disk"), tmp_path / "gone" / "results.json"
+    with pytest.raises(disk.DiskError, match=r"No such file.*make that folder writable"):
+        disk.replace("the results", path, lambda file: file.write(b"new"))

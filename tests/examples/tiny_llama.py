@@ -44,7 +44,7 @@ TOKENS = np.array([[5, 90, 3, 3, 41, 17, 66, 0, 12], [9, 1, 88, 2, 54, 73, 31, 9
 
 def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
     """Weights `[out, in]` and norms, large enough for every part to matter."""
-    rng, found = np.random.default_rng(0), {}
+    rng, result = np.random.default_rng(0), {}
 
     queries, keys = (count * config.head_width for count in (config.heads, config.kv_heads))
     width, hidden = config.width, config.hidden
@@ -60,7 +60,7 @@ def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
             values = rng.uniform(0.5, 1.5, shape)
         else:
             values = rng.standard_normal(shape) * 1.5 / np.sqrt(shape[1])
-        found[GGUF.of(field, index)] = values.astype(np.float32)
+        result[GGUF.of(field, index)] = values.astype(np.float32)
 
     draw("embedding")
     for index in range(config.layers):
@@ -71,14 +71,14 @@ def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
     draw("norm")
     if not config.tied:
         draw("head")
-    return found
+    return result
 
 
 def hub_tensors(
     theirs: Mapping[str, np.ndarray] | None = None, config: LlamaConfig = CONFIG
 ) -> dict[str, np.ndarray]:
     """Weights by the hub's names, pairs of turned features half a head apart."""
-    theirs, found = tensors(config) if theirs is None else theirs, {}
+    theirs, result = tensors(config) if theirs is None else theirs, {}
     for field, name in GGUF.tensors.items():
         for index in range(config.layers):
             key = name.format(index)
@@ -88,8 +88,8 @@ def hub_tensors(
             if field in ("query", "key"):
                 pairs = weights.reshape(-1, config.head_width // 2, 2, config.width)
                 weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
-            found[HUB.of(field, index)] = weights
-    return found
+            result[HUB.of(field, index)] = weights
+    return result
 
 
 def put_folder(path: Path, **changed: Any) -> Path:

@@ -92,9 +92,9 @@ FROM: dict[str, tuple[Any, Any, Any, Any, str, Any]] = {
 
 @pytest.mark.parametrize("case", FROM.values(), ids=FROM)
 def test_a_qarray_keeps_its_values(case: Any, stand_in: None):
-    dtype, scales, qtype, asked, name, blocks = case
+    dtype, scales, qtype, format, name, blocks = case
     array = drawn(dtype, scales, qtype=qtype)
-    x = from_qarray(array, format=asked)
+    x = from_qarray(array, format=format)
     assert x.format.name == name and (blocks is None or x.blocks == blocks)
     assert x.dtype == array.scale.dtype
     np.testing.assert_array_equal(values_of(x), dequantize(array))
@@ -152,9 +152,9 @@ BAD: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
 def test_a_qarray_without_a_twin_is_refused(case: Any):
-    array, asked, message = case
+    array, format, message = case
     with pytest.raises(ValueError, match=f"^from_qarray: no exact twin: .*{message}"):
-        from_qarray(array(), format=asked)
+        from_qarray(array(), format=format)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_other_errors(monkeypatch: pytest.MonkeyPatch, stand_in: None):
         ("float8_e5m2", {"channelwise_axes": (0,), "scale_dtype": jnp.bfloat16}),
     ],
 )
-def test_qwixs_own(qtype: str, options: dict[str, Any]):
+def test_qarrays_of_qwix(qtype: str, options: dict[str, Any]):
     """What Qwix 0.1.8 quantizes, and what it says the values are."""
     qwix = pytest.importorskip("qwix")
     array = qwix.quantize(jnp.asarray(VALUES), qtype, **options)
