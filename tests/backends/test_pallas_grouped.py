@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.calls import OperandType
 from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.layouts import FIELDS, visits
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
@@ -110,19 +109,14 @@ def test_is_near_float64(case: RaggedCase):
 
 
 @needs_mosaic
-@pytest.mark.slow
-def test_a_tensor_scale_of_each_matrix(rng: np.random.Generator):
-    case = case_of(NVFP4, sizes=(9, 12), n=64)
-    x, _, sizes = operands(case)
-    w = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(
-        jnp.asarray(rng.integers(-6, 7, (2, 96, 64)), jnp.float32) * jnp.array([[[1.0]], [[8.0]]])
-    )
-    types = case.call.lhs, OperandType.of(w, case.call.rhs.axes)
-    call = dataclasses.replace(case.call, lhs=types[0], rhs=types[1])
-    assert call.rhs.scale_axes == (0,)
-    expected = scaled_ragged_dot(x, w, sizes, call.contracting, "float32")
-    run = jax.jit(functools.partial(packing_backend().run, call))
-    np.testing.assert_allclose(run(x, w, sizes), expected, rtol=1e-6, atol=1e-3)
+def test_a_tensor_scale_of_each_matrix_is_not_packed():
+    w = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(jnp.ones((2, 96, 64)))
+    with (
+        mx_jax.testing.target("cuda", (9, 0)),
+        mx_jax.only_backend("pallas_gpu"),
+        pytest.raises(ValueError, match=r"pallas_gpu: needs one tensor scale an operand"),
+    ):
+        mx_jax.pack_weights(w, contracting=1, num_batch=1)
 
 
 # What is lowered ------------------------------------------------------------------------------
