@@ -11,7 +11,7 @@ bytes over the memory's bandwidth, or operations over the tensor cores' peak, wh
 longer.
 
 Before it is timed, a kernel's first product must be within its bound of the reference's, and have
-the same bits again, and a step come near the plain path's. What fails is written down with its
+the same bits again. What fails is written down with its
 traceback, and the rest goes on.
 """
 
@@ -270,7 +270,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=_pair,
         default=None,
         metavar="[LHS,]RHS",
-        help="formats of both sides; without LHS x stays in bfloat16 (default: by GPU)",
+        help="formats of both sides; without LHS x stays in bfloat16 (default: four pairs)",
     )
     parser.add_argument("--rows", nargs="+", type=int, default=None, help=f"default: {ROWS}")
     parser.add_argument(

@@ -29,8 +29,6 @@ KERNEL, BASELINE = PALLAS_GPU.name, "bf16 dot"
 PEAKS = {
     "H200": (4.8e12, 989e12),
     "H100": (3.35e12, 989e12),
-    "A100": (2.039e12, 312e12),
-    "L40S": (0.864e12, 362e12),
 }
 
 # `x[m, k], weight -> [m, n]` in bfloat16.

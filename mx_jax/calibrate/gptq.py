@@ -15,7 +15,14 @@ import numpy as np
 from jax import lax
 from scipy.linalg import solve_triangular
 
-from mx_jax.calibrate.scales import Search, by_feature, check_moment, contracted, search_for
+from mx_jax.calibrate.scales import (
+    Search,
+    by_feature,
+    check_moment,
+    contracted,
+    power_of_two_up_to,
+    search_for,
+)
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import decode_scaled, encode_scaled, is_nan_scale
@@ -171,6 +178,7 @@ def _round(
         reach = lax.dynamic_slice_in_dim(factor, begin, size)
         weights = lax.dynamic_slice_in_dim(importance, begin, size)
         inside = lax.dynamic_slice_in_dim(reach, begin, size, axis=1)
+        unit = power_of_two_up_to(jnp.max(jnp.abs(before), 0, keepdims=True))
 
         def row(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             now, lost, codes, loss = state
@@ -181,8 +189,8 @@ def _round(
             error = here - float32.from_bits(decode_scaled(code, scales, format, tensor_scale))
             # A block that holds NaN or Inf is lost, and harms no other.
             error = jnp.where(jnp.isfinite(error), error, 0)
-            now = now - inside[i][:, None, None] * error
-            loss = loss + weights[i] * error**2
+            now = now - inside[i][:, None, None] * error[None]
+            loss = loss + weights[i] * (error / unit) ** 2
             return now, lost.at[i].set(error), codes.at[i].set(code), loss
 
         # One of each for each scale that is tried.

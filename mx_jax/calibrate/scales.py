@@ -142,11 +142,11 @@ def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array
     """`sum h (q - w)^2` over the blocks that are finite, up to a power of two of w's largest."""
     exact = w.astype(jnp.float32)
     largest = jnp.max(jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0), initial=0)
-    lost = importance * ((q.dequantize(jnp.float32) - exact) / _power_of_two(largest)) ** 2
+    lost = importance * ((q.dequantize(jnp.float32) - exact) / power_of_two_up_to(largest)) ** 2
     return jnp.sum(jnp.where(jnp.isnan(lost), 0, lost))
 
 
-def _power_of_two(x: jax.Array) -> jax.Array:
+def power_of_two_up_to(x: jax.Array) -> jax.Array:
     """The largest one up to x: relative to it, squares stay in float32's range."""
     return float32.from_bits(jnp.maximum(float32.to_bits(x) & float32.INF, float32.HIDDEN))
 
@@ -163,7 +163,7 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
     data = scale_rules.BlockData(pieces, inside, amax, first.format, tensor_scale)
-    unit = _power_of_two(float32.from_bits(amax))
+    unit = power_of_two_up_to(float32.from_bits(amax))
 
     def attempt(best: tuple[jax.Array, jax.Array], step: jax.Array):
         least, chosen = best

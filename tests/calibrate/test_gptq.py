@@ -319,3 +319,24 @@ def test_weights_of_a_stack(rng):
     square = convert.Rule(".*", recipes.weight_only("mxfp4_2d"))
     with pytest.raises(ValueError, match="needs blocks along one axis, but the recipe of 'up' has"):
         convert.weights(params, square, by=calibrate.SearchedScales(), **options)
+
+
+def test_scales_are_chosen_at_any_magnitude(rng: np.random.Generator):
+    """Squares of errors stay in range: powers of two change scales alone."""
+    w, h = rng.standard_normal((K, N)).astype(np.float32), moment_of(rng)
+    expected = calibrate.gptq(w, "mxfp4", h)
+    for exponent in (-90, 90):
+        moved = calibrate.gptq(np.ldexp(w, exponent), "mxfp4", h)
+        np.testing.assert_array_equal(moved.codes, expected.codes)
+        np.testing.assert_array_equal(moved.scales - expected.scales, np.uint8(exponent % 256))
+
+
+def test_no_rank_is_promoted(rng: np.random.Generator):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for format in ("mxfp4", "nvfp4"):
+            calibrate.gptq(jnp.ones((K, N)), format, moment_of(rng))
+
+
+def moment_of(rng: np.random.Generator) -> np.ndarray:
+    x = inputs(rng)
+    return x.T @ x

@@ -33,7 +33,7 @@ class Gpu:
     """What XLA asks about a GPU that it compiles for.
 
     Attributes:
-      name: e.g. `"A100"`.
+      name: e.g. `"H200"`.
       capability: CUDA's.
       cores: streaming multiprocessors.
       shared: KiB of shared memory of one of them, of which a program may have all but one.
@@ -87,10 +87,6 @@ device_description_str: "NVIDIA {self.name}"
 GPUS = {
     gpu.target: gpu
     for gpu in (
-        Gpu("A100", (8, 0), 108, 164, 40, 2.039e12),
-        Gpu("A40", (8, 6), 84, 100, 6, 0.696e12),
-        Gpu("Orin", (8, 7), 16, 164, 4, 0.205e12),
-        Gpu("L40S", (8, 9), 142, 100, 96, 0.864e12),
         Gpu("H200", (9, 0), 132, 228, 50, 4.8e12),
         Gpu("B200", (10, 0), 148, 228, 126, 7.67e12),
         Gpu("B300", (10, 3), 148, 228, 126, 7.67e12),

@@ -1,4 +1,4 @@
-"""Ahead of time, for every architecture: no spills, few registers, tensor-core instructions found.
+"""Ahead of time, the kernel for Hopper: no spills, few registers, tensor-core instructions found.
 
 Of XLA: every product that `xla_scaled` offers is one scaled dot, what four H200s exchange, and the
 bytes of whole products are what is committed.

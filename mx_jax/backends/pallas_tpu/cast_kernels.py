@@ -46,8 +46,6 @@ Index = Any  # an int, or a traced one
 
 BLOCK, TILE_ROWS, TILE_COLUMNS = 32, 8, 256
 _LANES, _SUBLANES = 128, 8
-# Not a Python number, which is 64 bits wide under `jax_enable_x64`.
-_FIRST = np.int32(0)
 # Registers of 32 rows in a column of pairs of tiles.
 _STRIP = BLOCK // TILE_ROWS
 # Rows whose scales along columns fill a register; columns whose scales along rows do.
