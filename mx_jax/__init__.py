@@ -23,7 +23,7 @@ Models
     calibrate, checkpoint           GPTQ and searched scales; files
 Several devices, and looking inside
     sharding                        how operands move between devices, as codes
-    inspect                         explain, capture, report: which kernel runs, and what it costs
+    inspect                         explain, capture: which kernel runs, and what casts do to values
     only_backend, prefer_backends   choose kernels by name
     export_targets                  names that jax.export has to allow
     testing                         asks about a machine that need not be there

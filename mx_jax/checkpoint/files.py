@@ -60,7 +60,7 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 # With what makes a later checkpoint's names its own before the numbers, where others that go by
 # names expect it; behind them it was before.
-NUMBERED = re.compile(r"model-(?:[0-9a-f]{8}-)?(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
+NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
 # Called with a tensor's name and its bytes once they are done.
 Step = Callable[[str, int], None]
 
@@ -256,6 +256,8 @@ def write_files(
     with progress_bar("write", total, progress) as step:
         if max_shard_size is None:
             check_alone(path)
+            if path.name == WHOLE and _named(path.parent):  # It tells of tensors that may go.
+                (path.parent / INDEX).unlink()
             write(path, entries, metadata(entries), step)
             return
         path.mkdir(parents=True, exist_ok=True)
@@ -284,11 +286,13 @@ def _write_shards(
     numbered = [name for name in names if NUMBERED.fullmatch(name)]
     earlier = _named(folder)
     if not earlier:
-        stopped = {} if (folder / INDEX).is_file() else _incomplete(numbered)
-        earlier = {*numbered}.difference(*stopped.values())
+        stopped = [] if (folder / INDEX).is_file() else _incomplete(numbered)
+        whole = {*numbered}.difference(*(part for _, part in stopped))
+        # Marked names replace others: beside those they are of a save that was killed.
+        earlier = {name for name in whole if not NUMBERED.fullmatch(name)[1]} or whole
     for name in {*numbered} - earlier:
         (folder / name).unlink()
-    remove_partial(folder, ".model-")
+    remove_partial(folder, ".model-*")
     mark = f"{secrets.token_hex(4)}-" if earlier else ""
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -307,16 +311,17 @@ def _write_shards(
         (folder / name).unlink(missing_ok=True)
 
 
-def _incomplete(names: Iterable[str]) -> dict[int, list[str]]:
+def _incomplete(names: Iterable[str]) -> list[tuple[int, list[str]]]:
     """Numbered files by how many there should be, where one is missing, or there twice."""
-    numbered: dict[str, list[re.Match[str]]] = {}
+    # Each save by itself: what was stopped does not make an earlier one incomplete.
+    numbered: dict[tuple[str | None, str], list[re.Match[str]]] = {}
     for match in filter(None, map(NUMBERED.fullmatch, names)):
-        numbered.setdefault(match[2], []).append(match)
-    return {
-        int(count): [match[0] for match in matches]
-        for count, matches in numbered.items()
-        if not int(count) <= len({match[1] for match in matches}) == len(matches)
-    }
+        numbered.setdefault((match[1], match[3]), []).append(match)
+    return [
+        (int(count), [match[0] for match in matches])
+        for (_, count), matches in numbered.items()
+        if not int(count) <= len({match[2] for match in matches}) == len(matches)
+    ]
 
 
 def _shards(
@@ -360,9 +365,17 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
                     f"{where}: {INDEX} names {file!r}, which is no file of this folder"
                 )
     files = sorted({path / file for file in named.values()} or path.glob("*.safetensors"))
+    if not index.is_file():
+        # Beside one file for all, numbered ones are of a save that was killed; marked ones beside
+        # numbered ones without.
+        matches = [(file, NUMBERED.fullmatch(file.name)) for file in files]
+        if path / WHOLE in files:
+            files = [file for file, match in matches if match is None]
+        elif any(match and not match[1] for _, match in matches):
+            files = [file for file, match in matches if match is None or not match[1]]
     if not files and not index.is_file():
         raise FileNotFoundError(f"{where}: no safetensors file in this folder")
-    for count, names in _incomplete(file.name for file in files).items():
+    for count, names in _incomplete(file.name for file in files):
         are = f"named by {INDEX}" if named else f"there and no {INDEX}"
         raise ValueError(
             f"{where}: {len(names)} of {count} files are {are}: it was not written to its end; "

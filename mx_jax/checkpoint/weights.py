@@ -213,7 +213,7 @@ class Described:
                 scales_shape(self.shape, self.blocks)
             ),
         }
-        if self.format.tensor_scale:
+        if self.format.tensor_scale or whole is not None:
             one = np.ones(1, np.float32) if whole is None else whole
             parts[TENSOR_SCALE] = tensor_scale(
                 one, self.shape, divides=divides, layout=layout, where=where

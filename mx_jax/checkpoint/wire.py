@@ -297,7 +297,7 @@ def save(
     `model-00001-of-00004.safetensors`, those that replace them
     `model-3f9c01d2-00001-of-00004.safetensors`, with digits that no other save has, and what they
     replace is removed at last. Readers that go by the index, as transformers and vLLM do, see one
-    checkpoint. Of several processes let one save.
+    checkpoint, or miss a file that is removed meanwhile. Of several processes let one save.
 
     Args:
       path: of the file, `.safetensors` by custom; of a folder, where there are to be several.

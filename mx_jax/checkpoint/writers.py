@@ -15,14 +15,14 @@ _PARTIAL = ".mx_jax-partial"
 
 def partial(path: Path) -> Path:
     """Where a file or folder is made before it takes its place: beside it, under a new name."""
-    remove_partial(path.parent, f".{glob.escape(path.name)}.")
+    remove_partial(path.parent, f".{glob.escape(path.name)}")
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
 
 
 def remove_partial(folder: Path, start: str) -> None:
     """Remove what processes left that were killed; one that still writes it ends with an error."""
-    for left in folder.glob(f"{start}*{_PARTIAL}"):
-        with contextlib.suppress(FileNotFoundError):
+    for left in folder.glob(f"{start}.{'[0-9a-f]' * 8}{_PARTIAL}"):
+        with contextlib.suppress(OSError):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[Any]:
             os.fsync(file.fileno())
         os.replace(made, path)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             made.unlink()
         named = (None, os.fspath(made))  # None where the disk is full
         if isinstance(error, OSError) and error.errno is not None and error.filename in named:

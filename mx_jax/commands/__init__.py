@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"argument {word.removesuffix('=--')}: expected a value, got --")
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        places = (whereabouts(word.lstrip("-").partition("=")[0]) for word in unknown)
+        places = (
+            whereabouts(word.lstrip("-").partition("=")[0]) for word in unknown if word[0] == "-"
+        )
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(places)}")
     if options.command is None:
         parser.print_help()

@@ -104,8 +104,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"convert: {weights.path}: {len(refused)} of {len(planned)} tensors cannot be stored "
             f"as {layout} without loss, such as {first.name} in {first.source}: {why}; "
-            "--dry-run lists them, --inexact rounds tensor scales; for other codes dequantize the "
-            "checkpoint, and quantize the result"
+            "--dry-run lists them, --inexact allows rounded tensor scales; for other codes "
+            "dequantize the checkpoint, and quantize the result"
         )
     if options.dry_run:
         stream.check_layout(tensors, layout, values=True)

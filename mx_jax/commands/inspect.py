@@ -109,8 +109,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 tensors.append(_facts(name, weights.stored[name], exact))
             except ValueError as error:
-                text = str(error) if name in str(error) else f"{name}: {error}"
-                raise ValueError(f"inspect: {text}") from error
+                raise ValueError(f"inspect: {name}: {error}") from error
             step(name, weights.stored[name].nbytes)
     if options.json:
         print(json.dumps({"tensors": [facts.as_json() for facts in tensors]}, indent=1))

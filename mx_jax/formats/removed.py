@@ -11,7 +11,7 @@ REMOVED: dict[str, str] = {
     "Sink": "step.records of a captured step has all; take them out and clear() them",
     "Scalar": "a loss is logged by whatever logs it; record.step says of what step a record is",
     "TensorBoard": "log record.stats of each record of step.records.all() by record.path",
-    "diff": "`inspect B --reference A` prints how far each tensor is from A's, the same as inf",
+    "diff": "`inspect B --reference A` prints each tensor's SQNR against A's, inf where equal",
     "html": "`python -m mx_jax inspect FILE` prints a table, with --json JSON",
     "resume": "save again: an earlier checkpoint stays until the new one is whole",
     "report": "print(step.records) of a captured step; `python -m mx_jax inspect` of a checkpoint",

@@ -331,7 +331,7 @@ def _parse(subscripts: str, lhs: AnyOperand, rhs: AnyOperand) -> tuple[str, str,
         raise TypeError(f"einsum: subscripts must be a string such as 'mk,kn->mn', {got}")
     if subscripts.partition("->")[0].count(",") != 1:
         raise ValueError(f"einsum: needs exactly two operands, {got}")
-    if not re.fullmatch("[a-zA-Z., >-]*", subscripts):
+    if not re.fullmatch("[a-zA-Z., ]*(- *>[a-zA-Z. ]*)?", subscripts):
         raise ValueError(f"einsum: subscripts are letters and '...', {got}")
     try:
         shapes = (tuple(lhs.shape), tuple(rhs.shape))

@@ -113,6 +113,10 @@ def test_other_damage(tmp_path: Path):
     wide = tensors | {"up._weight_qdata": np.zeros((2, 4, 32), np.float32)}
     with pytest.raises(ValueError, match=r"up\.weight: .*its qdata is float32\[2, 4, 32\]"):
         checkpoint.read(put_weight(tmp_path / "a", wide, facts))
+    one = {"up._weight_per_tensor_scale": np.ones((), np.float32)}
+    known = facts | {"_tensor_data_names": [*facts["_tensor_data_names"], "per_tensor_scale"]}
+    with pytest.raises(ValueError, match=r"up\.weight: .*tensor"):
+        checkpoint.read(put_weight(tmp_path / "a", tensors | one, known))["up.weight"]
     del tensors["up._weight_scale"]
     with pytest.raises(ValueError, match=r"\['up\._weight_scale'\] are missing"):
         checkpoint.read(put_weight(tmp_path / "a", tensors, facts))
