@@ -106,6 +106,7 @@ ERRORS = {
     "and rhs.shape=(41, 4) with 41",
     "ijk,kl->il": "a term names 3 axes, the operand has ndim=2, got subscripts='ijk,kl->il'",
     "j,jk->k": "names 1 axes, the operand has ndim=2",
+    "ij,jk->i,k": "subscripts are letters and '...', got subscripts='ij,jk->i,k'",
     "i1,1k->ik": "subscripts are letters and '...', got subscripts='i1,1k->",
 }
 
