@@ -289,7 +289,7 @@ def _write_shards(
         stopped = [] if (folder / INDEX).is_file() else _incomplete(numbered)
         whole = {*numbered}.difference(*(part for _, part in stopped))
         # Marked names replace others: beside those they are of a save that was killed.
-        earlier = {name for name in whole if not NUMBERED.fullmatch(name)[1]} or whole
+        earlier = {name for name in whole if not _mark(name)} or whole
     for name in {*numbered} - earlier:
         (folder / name).unlink()
     remove_partial(folder, ".model-*")
@@ -309,6 +309,12 @@ def _write_shards(
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for name in {*numbered, WHOLE} - new:
         (folder / name).unlink(missing_ok=True)
+
+
+def _mark(name: str) -> str | None:
+    """What tells a save that replaced another from that."""
+    match = NUMBERED.fullmatch(name)
+    return match and match[1]
 
 
 def _incomplete(names: Iterable[str]) -> list[tuple[int, list[str]]]:
@@ -368,11 +374,11 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
     if not index.is_file():
         # Beside one file for all, numbered ones are of a save that was killed; marked ones beside
         # numbered ones without.
-        matches = [(file, NUMBERED.fullmatch(file.name)) for file in files]
+        unmarked = [file for file in files if not _mark(file.name)]
         if path / WHOLE in files:
-            files = [file for file, match in matches if match is None]
-        elif any(match and not match[1] for _, match in matches):
-            files = [file for file, match in matches if match is None or not match[1]]
+            files = [file for file in files if not NUMBERED.fullmatch(file.name)]
+        elif any(NUMBERED.fullmatch(file.name) for file in unmarked):
+            files = unmarked
     if not files and not index.is_file():
         raise FileNotFoundError(f"{where}: no safetensors file in this folder")
     for count, names in _incomplete(file.name for file in files):
