@@ -288,8 +288,7 @@ def _write_shards(
     if not earlier:
         stopped = [] if (folder / INDEX).is_file() else _incomplete(numbered)
         whole = {*numbered}.difference(*(part for _, part in stopped))
-        # Marked names replace others: beside those they are of a save that was killed.
-        earlier = {name for name in whole if not _mark(name)} or whole
+        earlier = _replaced(whole)
     for name in {*numbered} - earlier:
         (folder / name).unlink()
     remove_partial(folder, ".model-*")
@@ -311,10 +310,11 @@ def _write_shards(
         (folder / name).unlink(missing_ok=True)
 
 
-def _mark(name: str) -> str | None:
-    """What tells a save that replaced another from that."""
-    match = NUMBERED.fullmatch(name)
-    return match and match[1]
+def _replaced(names: set[str]) -> set[str]:
+    """Of numbered files without an index, those of the earlier save."""
+    # Marked names replace others: beside those they are of a save that was killed.
+    matches = filter(None, map(NUMBERED.fullmatch, names))
+    return {match[0] for match in matches if not match[1]} or names
 
 
 def _incomplete(names: Iterable[str]) -> list[tuple[int, list[str]]]:
@@ -372,13 +372,10 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
                 )
     files = sorted({path / file for file in named.values()} or path.glob("*.safetensors"))
     if not index.is_file():
-        # Beside one file for all, numbered ones are of a save that was killed; marked ones beside
-        # numbered ones without.
-        unmarked = [file for file in files if not _mark(file.name)]
-        if path / WHOLE in files:
-            files = [file for file in files if not NUMBERED.fullmatch(file.name)]
-        elif any(NUMBERED.fullmatch(file.name) for file in unmarked):
-            files = unmarked
+        numbered = {file.name for file in files if NUMBERED.fullmatch(file.name)}
+        # Beside one file for all they are of a save that was killed.
+        kept = set[str]() if path / WHOLE in files else _replaced(numbered)
+        files = [file for file in files if file.name not in numbered - kept]
     if not files and not index.is_file():
         raise FileNotFoundError(f"{where}: no safetensors file in this folder")
     for count, names in _incomplete(file.name for file in files):
