@@ -32,15 +32,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compiling is most of the time, so no program is compiled twice in a run.
 
     Workers, and the programs that tests start, find by its code and options what another has
-    compiled. The cache ends with the run: the next compiles everything anew.
+    compiled. The cache ends with the run, unless the environment names one, as CI does for runs
+    under one Python after another.
     """
     check_instruction_set()
     if hasattr(config, "workerinput"):
         return
-    cache = tempfile.TemporaryDirectory(prefix="mx_jax_tests_", ignore_cleanup_errors=True)
-    config.add_cleanup(cache.cleanup)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = tempfile.TemporaryDirectory(prefix="mx_jax_tests_", ignore_cleanup_errors=True)
+        config.add_cleanup(cache.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
     os.environ |= {
-        "JAX_COMPILATION_CACHE_DIR": cache.name,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
