@@ -148,7 +148,7 @@ def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array
 
 def power_of_two_up_to(x: jax.Array) -> jax.Array:
     """The largest one up to x: relative to it, squares stay in float32's range."""
-    return float32.from_bits(jnp.maximum(float32.to_bits(x) & float32.INF, float32.HIDDEN))
+    return float32.from_bits(jnp.maximum(float32.float32_bits(x) & float32.INF, float32.HIDDEN))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -160,7 +160,7 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
         tensor_scale = block_shapes.spread(tensor_scale, inside)
     start = block_shapes.spread(first.scales, inside)
 
-    magnitudes = float32.to_bits(pieces) & float32.ABS
+    magnitudes = float32.float32_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
     data = scale_rules.BlockData(pieces, inside, amax, first.format, tensor_scale)
     unit = power_of_two_up_to(float32.from_bits(amax))

@@ -244,7 +244,7 @@ def divisor_of_any(data: BlockData) -> jax.Array:
 def divisor_power_of_two(data: BlockData) -> jax.Array:
     """`max / amax`, rounded down to a power of two."""
     scale = divisor(data)
-    down = float32.from_bits(float32.bitwise_and(float32.to_bits(scale), float32.INF))
+    down = float32.from_bits(float32.bitwise_and(float32.float32_bits(scale), float32.INF))
     return select(float32.lt(data.amax, float32.INF), down, scale)
 
 
