@@ -7,7 +7,6 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from mx_jax.axes import Axes
@@ -19,21 +18,16 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "dot_general": (None, lax.dot_general),
     "conv_general_dilated": (None, lax.conv_general_dilated),
     "einsum_op": (jnp.einsum,),
-    "promote_dtype": (promote_dtype,),
 }
 
 
-def users_choice(layer: object, attribute: str | None = None) -> str | None:
-    """Why a layer keeps its products, as its user chose; None if nothing was chosen.
-
-    The attribute is that of the product; of a flax.linen module the one that it has as a field.
-    """
+def users_choice(layer: object) -> str | None:
+    """Why a layer keeps its products, as its user chose; None if nothing was chosen."""
     # First: a property of our own layers draws a key when it is read.
     if isinstance(getattr(layer, "recipe", None), Recipe):
         return "has its own recipe"
-    if isinstance(layer, nn.Module):
-        fields = layer.__dataclass_fields__
-        attribute = next((name for name in list(_DEFAULTS)[:2] if name in fields), None)
+    fields = layer.__dataclass_fields__ if isinstance(layer, nn.Module) else vars(layer)
+    attribute = next((name for name in _DEFAULTS if name in fields), None)
     if attribute is None:
         return None
     if getattr(layer, f"{attribute}_cls", None) is not None:
@@ -65,18 +59,18 @@ def known_layer(layer: object) -> KnownLayer | None:
     if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
         sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
         batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
-        attribute, ndim = "dot_general", batch + contracting + kept
+        ndim = batch + contracting + kept
         axes = Axes.ordered(batch=batch, kept=kept, contracting=contracting, k_first=True)
         axes = axes if contracting else None
     elif isinstance(layer, nnx.Einsum):
-        attribute, ndim = "einsum_op", len(layer.kernel_shape)
+        ndim = len(layer.kernel_shape)
         axes = einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
     elif isinstance(layer, nnx.Conv):
-        attribute, ndim, named_only = "conv_general_dilated", len(layer.kernel_shape), True
+        ndim, named_only = len(layer.kernel_shape), True
         axes = Axes.ordered(contracting=ndim - 1, k_first=True)
         obstacle = conv_obstacle(layer.feature_group_count, layer.input_dilation)
     elif isinstance(layer, nnx.Embed):
-        attribute, ndim, named_only, kernel = "promote_dtype", 2, True, layer.embedding
+        ndim, named_only, kernel = 2, True, layer.embedding
         axes = Axes.ordered()
     else:
         return None
@@ -90,7 +84,7 @@ def known_layer(layer: object) -> KnownLayer | None:
         "kernel": stored,
         "shape": shape,
         "named_only": named_only,
-        "obstacle": (obstacle if shape else "contracts no axis") or users_choice(layer, attribute),
+        "obstacle": (obstacle if shape else "contracts no axis") or users_choice(layer),
         "axes": axes,
     }
     return KnownLayer(kernel, stored[:split], facts)

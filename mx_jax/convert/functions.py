@@ -9,7 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from mx_jax.convert import jaxpr
-from mx_jax.convert.rules import Decision, Report, Rule, as_rules
+from mx_jax.convert.products import OPERATIONS
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr import read
 from mx_jax.jaxpr.rewrite import Plan, Rewritten
 from mx_jax.nn.layers import RNG_STREAM
@@ -118,9 +119,8 @@ class ConvertedFunction(Generic[P, R]):
         # Of this object alone, so that what the function closes over goes when it goes.
         def run(static: "_Static", arrays: list[Any], key: Key) -> R:
             plan, decisions, by_plan = _traced(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=decisions)
-            result.check("convert.function", self.strict, self._used)
-            self._used.update(result.used)
+            report = Report(rules=self.rules, decisions=decisions)
+            report.check("convert.function", self.strict, self._used)
             _check_key(key, plan, _name_of(self.function))
             return by_plan(arrays, key)
 
@@ -179,8 +179,8 @@ def traced_call(
     modules: Mapping[str, jaxpr.Module],
     within: str = "",
 ) -> tuple[tuple[Decision, ...], Callable[[Key], Any]]:
-    """A pure call of a model: the decisions about its products, and its result by a key, with them
-    made anew."""
+    """A pure call of a model: the decisions about its products, and about layers that no rule could
+    reach; and its result by a key, with the products made anew."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
     # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
@@ -193,7 +193,13 @@ def traced_call(
 
     # Those of a module that is called again are the same.
     layers = {(decision.layer.path, decision.layer.kernel): decision for decision in decisions}
-    return tuple(layers.values()), run
+    paths = {path for path, _ in layers}
+    kept = (
+        decide((), Layer(path=path, type=module.type, obstacle=module.obstacle))
+        for path, module in modules.items()
+        if module.obstacle and path not in paths and not issubclass(module.type, OPERATIONS)
+    )
+    return (*layers.values(), *kept), run
 
 
 def _traced(

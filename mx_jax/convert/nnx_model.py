@@ -14,24 +14,15 @@ import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert.flax_layers import KnownLayer, known_layer
+from mx_jax.convert.flax_layers import KnownLayer, known_layer, users_choice
 from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
-from mx_jax.convert.rules import (
-    Decision,
-    Layer,
-    Report,
-    Rule,
-    as_rules,
-    decide,
-)
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr.read import of_arrays
 from mx_jax.nn.layers import nnx_spec
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key
-from mx_jax.recipes import Recipe
 
 M = TypeVar("M", bound=flax_nnx.Module)
-UNSEEN = "its products show in a call: give the report example arguments"
 
 
 def nnx(
@@ -49,9 +40,8 @@ def nnx(
     copy's layers is static and compares by value: a rebuilt model does not retrace.
 
     The call of the model, or of a part of it, is traced, and what it multiplies is made anew in the
-    jaxpr, as by `convert.function`: `convert.report` with example arguments lists it. A warning of
-    rules that match nothing comes when the model is first called, or at once if its layers are all
-    of kinds that are known before.
+    jaxpr, as by `convert.function`: `convert.report` lists it. A warning of rules that match
+    nothing comes when the model is first called.
 
     Only stochastic recipes add state: a stream `"quantize"` in each layer that has one, and one in
     the model. In a stack made by nnx.vmap it has a key for each layer, along the parameters'
@@ -82,32 +72,38 @@ def nnx(
       >>> quantized(jnp.ones((4, 32))).shape, quantized.layers[0].kernel is model.layers[0].kernel
       ((4, 64), True)
     """
-    rules = as_rules(rules, "convert.nnx")
-    copy, result = converted(model, rules, rngs, strict, always=False)
-    if not hasattr(copy, "mx_call"):
-        result.check("convert.nnx", strict)
-    return copy
+    return converted(model, as_rules(rules, "convert.nnx"), rngs, strict)
 
 
 def converted(
-    model: M,
-    rules: tuple[Rule, ...],
-    rngs: flax_nnx.Rngs | None,
-    strict: bool | None = None,
-    *,
-    always: bool = True,
-) -> tuple[M, Report]:
-    """The result of `nnx`, and the decisions about its layers. Unless always, calls are traced only
-    where rules quantize."""
-    # One whose call is traced is checked there, as strict says: the trace shows other products.
-    copy = original(model)
-    plans = list(_plans(copy, rules))
-    judged = tuple(plan.product for plan in plans if plan.product is not None)
-    report = Report(rules=rules, decisions=judged)
-    # Rules that matched nothing may match products that a call alone shows.
-    if always or report.unused or any(rule.quantizes for rule in rules):
-        _trace_calls(plans, _Conversion(rules, strict, {}, judged), rngs)
-    return copy, report
+    model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None, strict: bool | None = None
+) -> M:
+    """The result of `nnx`; with strict=None there is no warning of rules that match nothing."""
+    copy, conversion = original(model), _Conversion(rules, strict)
+    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+    has_stream = rngs is not None and not {RNG_STREAM, "default"}.isdisjoint(rngs)
+    for paths, layer in list(layers_of(copy)):
+        path, known = paths[0], known_layer(layer)
+        # The whole model's call warns of rules that matched nothing.
+        if known is None and path and not _may_multiply(layer):
+            continue
+        conversion.modules[path] = _described(layer, paths[1:], known)
+        # Products of other layers draw from the stream of the call that they are in.
+        decision = known and decide(rules, as_layer(paths, layer, known.facts))
+        recipe = None if decision is None else decision.recipe
+        if rngs is not None and has_stream:
+            if (not path and draws) or (recipe is not None and recipe.is_stochastic):
+                # For one layer, or for each of a stack.
+                key = rngs[RNG_STREAM]()
+                sizes = () if known is None else known.stack
+                keys = jax.random.split(key, sizes) if sizes else key
+                layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
+        elif recipe is not None and recipe.output.is_stochastic:
+            # Where gradients alone draw, they raise an error of their own.
+            raise missing_stream(f"convert.nnx: {path!r}", recipe, rngs)
+        layer.mx_call = flax_nnx.static(_Call(conversion, path))
+        object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
+    return copy
 
 
 def original(model: M) -> M:
@@ -128,69 +124,39 @@ def original(model: M) -> M:
 def decisions(
     model: Any, rules: tuple[Rule, ...], *args: object, **kwargs: object
 ) -> tuple[Decision, ...]:
-    """What rules say of a model's layers, and of products that an abstract call shows."""
-    copy, report = converted(model, rules, flax_nnx.Rngs(0))
-    if args or kwargs:
-        graph, state = flax_nnx.split(copy)
+    """What rules say of a model's layers, from an abstract trace of its call."""
+    copy: Any = converted(model, rules, flax_nnx.Rngs(0))
+    graph, state = flax_nnx.split(copy)
 
-        def call(state: object, *args: object, **kwargs: object) -> None:
-            flax_nnx.merge(graph, state)(*args, **kwargs)
+    def call(state: object, *args: object, **kwargs: object) -> None:
+        flax_nnx.merge(graph, state)(*args, **kwargs)
 
-        jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
-        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else report.decisions
-    judged: list[Decision] = []
-    for plan in _plans(original(model), rules):
-        if plan.product is not None:
-            judged.append(plan.product)
-        # In its place, if only a call shows what the module's matrix is multiplied by.
-        elif (matrix := matrix_of(plan.layer)) is not None:
-            facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
-            judged.append(decide((), as_layer(plan.paths, plan.layer, facts)))
-    return tuple(judged)
+    jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
+    return tuple(copy.mx_call.model.decisions)
 
 
 # Layers -------------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A module, and the decision about its product where it is known."""
-
-    layer: Any
-    paths: tuple[str, ...]
-    known: KnownLayer | None
-    product: Decision | None
-
-    @property
-    def recipe(self) -> Recipe | None:
-        return None if self.product is None else self.product.recipe
-
-    @property
-    def shows_in_a_call(self) -> bool:
-        """Whether the module may multiply, and nothing but its call shows what."""
-        flaxs = class_of(self.layer).__module__.startswith("flax.")
-        multiplies = not isinstance(self.layer, _WITHOUT_PRODUCT)
-        return self.known is None and multiplies and (callable(self.layer) or not flaxs)
-
-    @property
-    def module(self) -> Module:
-        """The module as rules see it in a trace."""
-        facts, spec = dict[str, Any](), None
-        if isinstance(self.layer, _ADAPTERS):
-            facts = {"named_only": True, "product": None}
-        if (known := self.known) is not None:
-            if isinstance(self.layer, flax_nnx.Embed) or known.facts["obstacle"] is not None:
-                facts = known.facts
-            spec = nnx_spec(known.kernel)
-            spec = None if spec is None else PartitionSpec(*spec[len(known.stack) :])
-        return Module(class_of(self.layer), self.paths[1:], facts, spec)
+# They multiply nothing, or elementwise.
+WITHOUT_PRODUCT = (
+    flax_nnx.BatchNorm,
+    flax_nnx.Dropout,
+    flax_nnx.GroupNorm,
+    flax_nnx.LayerNorm,
+    flax_nnx.RMSNorm,
+)
 
 
-def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
-    for paths, layer in layers_of(model):
-        known = known_layer(layer)
-        product = known and decide(rules, as_layer(paths, layer, known.facts))
-        yield _Plan(layer, paths, known, product)
+def _may_multiply(layer: object) -> bool:
+    is_flaxs = class_of(layer).__module__.startswith("flax.")
+    return not isinstance(layer, WITHOUT_PRODUCT) and (callable(layer) or not is_flaxs)
+
+
+def _described(layer: object, aliases: tuple[str, ...], known: KnownLayer | None) -> Module:
+    spec = None if known is None else nnx_spec(known.kernel)
+    if known is not None and spec is not None:
+        spec = PartitionSpec(*spec[len(known.stack) :])
+    return Module(class_of(layer), aliases, users_choice(layer), spec)
 
 
 def as_layer(paths: tuple[str, ...], layer: object, facts: dict[str, Any]) -> Layer:
@@ -219,62 +185,25 @@ def class_of(layer: object) -> type:
     return getattr(type(layer), "_mx_base", type(layer))
 
 
-def matrix_of(layer: object) -> flax_nnx.Param | None:
-    """The first parameter of two axes or more that a module has beside known layers."""
-    if known_layer(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
-        return None
-    params = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
-    return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
-
-
 # Calls -------------------------------------------------------------------------------------------
 
 _TAG = "mx_jax"
 # What is called of a layer from outside of its model; other methods then do as they are written.
 _CALLS = ("__call__", "attend")
-# Adapters are trained beside what rules quantize.
-_ADAPTERS = (flax_nnx.LoRA,)
-# They multiply nothing, or elementwise.
-_WITHOUT_PRODUCT = (
-    flax_nnx.BatchNorm,
-    flax_nnx.Dropout,
-    flax_nnx.GroupNorm,
-    flax_nnx.LayerNorm,
-    flax_nnx.RMSNorm,
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-    """The rules of a converted model, and their decisions; static, equal for equal models."""
+    """The rules of a converted model; static, equal for equal models."""
 
     rules: tuple[Rule, ...]
     # Whether a rule that matches nothing is an error; None: there is no warning either.
     strict: bool | None
-    # Modules whose products a trace shows, by path, and the decisions about the other layers.
-    modules: dict[str, Module] = dataclasses.field(hash=False)
-    decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
-    # Rules that matched something so far.
+    # By path.
+    modules: dict[str, Module] = dataclasses.field(hash=False, default_factory=dict[str, Module])
+    # Rules that matched something so far, and the decisions of the last call.
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
-    # The decisions of calls so far.
-    traced: list[Decision] = dataclasses.field(compare=False, default_factory=list[Decision])
-
-    @property
-    def shown(self) -> tuple[Decision, ...]:
-        """What calls showed, and what was known before of layers that they did not show."""
-        paths = {decision.layer.path for decision in self.traced}
-        return (
-            *self.traced,
-            *(decision for decision in self.decisions if decision.layer.path not in paths),
-        )
-
-    def check(self, path: str, decisions: tuple[Decision, ...]) -> None:
-        """Warn of rules without any decision, if these are those of the whole model."""
-        self.traced[:] = decisions
-        result = Report(rules=self.rules, decisions=self.shown)
-        if not path and self.strict is not None:
-            result.check("convert.nnx", self.strict, self.used)
-        self.used.update(result.used)
+    decisions: list[Decision] = dataclasses.field(compare=False, default_factory=list[Decision])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,35 +212,6 @@ class _Call:
 
     model: _Conversion
     path: str
-
-
-def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs | None) -> None:
-    """Have the calls of modules traced."""
-    if all(plan.recipe is None and not plan.shows_in_a_call for plan in plans):
-        return
-    # The whole model's call warns of rules that matched nothing.
-    calls = [
-        plan
-        for plan in plans
-        if plan.known is not None or plan.shows_in_a_call or not plan.paths[0]
-    ]
-    model.modules.update({plan.paths[0]: plan.module for plan in calls})
-    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in model.rules)
-    for plan in calls:
-        layer, recipe, is_root = plan.layer, plan.recipe, not plan.paths[0]
-        layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0]))
-        # That of the outermost call is all products'.
-        if rngs is not None and {RNG_STREAM, "default"} & {*rngs}:
-            if (is_root and draws) or (recipe is not None and recipe.is_stochastic):
-                # For one layer, or for each of a stack.
-                key = rngs[RNG_STREAM]()
-                sizes = () if plan.known is None else plan.known.stack
-                keys = jax.random.split(key, sizes) if sizes else key
-                layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
-        elif recipe is not None and recipe.output.is_stochastic:
-            # Where gradients alone draw, they raise an error of their own.
-            raise missing_stream(f"convert.nnx: {plan.paths[0]!r}", recipe, rngs)
-        object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -382,7 +282,11 @@ def _traced(
             return result, state, None if same else after
 
         decisions, run = traced_call(call, (params, rest), {}, model.rules, model.modules)
-        model.check(here.path, decisions)
+        model.decisions[:] = decisions
+        report = Report(rules=model.rules, decisions=decisions)
+        if not here.path and model.strict is not None:
+            report.check("convert.nnx", model.strict, model.used)
+        model.used.update(report.used)
         result, state, after = run(key)
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:

@@ -23,6 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
 from mx_jax.jaxpr.read import equations
+from mx_jax.nn import linen as mx_linen
+from mx_jax.nn import nnx as mx_nnx
 from mx_jax.ops.arguments import QUANTIZABLE, Key
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
@@ -82,6 +84,10 @@ class Lookup:
 
 
 EMBEDDINGS = (nn.Embed, nnx.Embed)
+# They are trained beside what rules quantize.
+ADAPTERS = (nnx.LoRA,)
+# Products as modules, each with its recipe.
+OPERATIONS = (mx_linen.Operation, mx_nnx.Operation)
 # Flax's attentions, and what rules call the two products of each, by the scopes that they stand in.
 ATTENTIONS = (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention)
 ATTENTION_PRODUCTS = {

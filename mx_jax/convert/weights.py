@@ -162,7 +162,7 @@ def weights(
     if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
         # Quantized kernels are new Variables; one that several layers hold stays one.
-        result, _ = nnx_model.converted(params, rules, rngs)
+        result = nnx_model.converted(params, rules, rngs)
         kernels, stored = [], dict[int, Any]()
         for layer, name, kernel in list(_kernels_of_model(result, rules)):
             kernels.append(kernel)
@@ -310,7 +310,7 @@ def _kernels_of_model(
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
     for paths, layer in nnx_model.layers_of(model):
         known = known_layer(layer)
-        kernel: Any = nnx_model.matrix_of(layer) if known is None else known.kernel
+        kernel: Any = _matrix_of(layer) if known is None else known.kernel
         names = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in names:
             continue
@@ -322,3 +322,11 @@ def _kernels_of_model(
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
         judged_as = _Kernel.judge(rules, nnx_model.as_layer(paths, layer, facts), kernel[...])
         yield layer, names[id(kernel)], judged_as
+
+
+def _matrix_of(layer: object) -> nnx.Param | None:
+    """The first parameter of two axes or more of a module that is no known layer."""
+    if isinstance(layer, nnx_model.WITHOUT_PRODUCT):
+        return None
+    params = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
+    return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
