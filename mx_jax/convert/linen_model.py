@@ -16,9 +16,9 @@ import jax
 from flax.core import freeze
 from flax.linen.module import InterceptorContext
 
-from mx_jax.convert.flax_layers import users_choice
 from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
+from mx_jax.convert.products import users_choice
 from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM

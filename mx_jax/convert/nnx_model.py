@@ -7,6 +7,7 @@ Modules become of a subclass whose methods stand in scopes of their names, which
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -14,9 +15,10 @@ import jax
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert.flax_layers import KnownLayer, known_layer, users_choice
+from mx_jax.axes import Axes
 from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
+from mx_jax.convert.products import conv_obstacle, shape_in_product, users_choice
 from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr.read import of_arrays
 from mx_jax.nn.layers import nnx_spec
@@ -145,6 +147,76 @@ WITHOUT_PRODUCT = (
     flax_nnx.LayerNorm,
     flax_nnx.RMSNorm,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownLayer:
+    """A layer of flax.nnx whose kernel is known.
+
+    Attributes:
+      kernel: its variable.
+      stack: the leading axes of a stack of such layers, of flax_nnx.vmap.
+      facts: fields of `Layer`.
+    """
+
+    kernel: Any
+    stack: tuple[int, ...]
+    facts: dict[str, Any]
+
+
+def known_layer(layer: object) -> KnownLayer | None:
+    """What is known of a layer of flax.nnx; None if its call alone shows its products."""
+    kernel: Any = getattr(layer, "kernel", None)
+    named_only, obstacle = False, None
+    if isinstance(layer, flax_nnx.Linear | flax_nnx.LinearGeneral):
+        sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
+        batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
+        ndim = batch + contracting + kept
+        axes = Axes.ordered(batch=batch, kept=kept, contracting=contracting, k_first=True)
+        axes = axes if contracting else None
+    elif isinstance(layer, flax_nnx.Einsum):
+        ndim = len(layer.kernel_shape)
+        axes = einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
+    elif isinstance(layer, flax_nnx.Conv):
+        ndim, named_only = len(layer.kernel_shape), True
+        axes = Axes.ordered(contracting=ndim - 1, k_first=True)
+        obstacle = conv_obstacle(layer.feature_group_count, layer.input_dilation)
+    elif isinstance(layer, flax_nnx.Embed):
+        ndim, named_only, kernel = 2, True, layer.embedding
+        axes = Axes.ordered()
+    else:
+        return None
+    stored = tuple(kernel.shape)
+    split = len(stored) - ndim
+    single = stored[split:]
+    shape = shape_in_product(axes, single)
+    if shape is not None and isinstance(layer, flax_nnx.Conv):
+        shape = (math.prod(single[:-2]), *single[-2:])
+    facts = {
+        "kernel": stored,
+        "shape": shape,
+        "named_only": named_only,
+        "obstacle": (obstacle if shape else "contracts no axis") or users_choice(layer),
+        "axes": axes,
+    }
+    return KnownLayer(kernel, stored[:split], facts)
+
+
+def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
+    """A kernel's axes in an einsum of inputs and kernel; None if it contracts none of them."""
+    inputs, _, out = subscripts.replace(" ", "").partition("->")
+    left, _, letters = inputs.partition(",")
+    # An ellipsis stands for axes that nothing contracts, in all operands that have it.
+    ellipsis = len(kernel) - len(letters.replace("...", ""))
+    letters = letters.replace("...", "." * ellipsis)
+    left = left.replace("...", "." if "." in letters else "")
+    if len(letters) != len(kernel):
+        return None
+    batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
+    kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
+    # Blocks run along the last contracted letter in the input's order.
+    contracting = tuple(letters.index(c) for c in left if c in letters and c not in out)
+    return Axes(batch, kept, contracting) if contracting else None
 
 
 def _may_multiply(layer: object) -> bool:

@@ -99,6 +99,30 @@ ATTENTION_PRODUCTS = {
     "BNTS,BSNH->BTNH": "av",
 }
 
+# What layers multiply with, unless a user put something else there, which then stays.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "dot_general": (None, lax.dot_general),
+    "conv_general_dilated": (None, lax.conv_general_dilated),
+    "einsum_op": (jnp.einsum,),
+}
+
+
+def users_choice(layer: object) -> str | None:
+    """Why a layer keeps its products, as its user chose; None if nothing was chosen."""
+    # First: a property of our own layers draws a key when it is read.
+    if isinstance(getattr(layer, "recipe", None), Recipe):
+        return "has its own recipe"
+    fields = layer.__dataclass_fields__ if isinstance(layer, nn.Module) else vars(layer)
+    attribute = next((name for name in _DEFAULTS if name in fields), None)
+    if attribute is None:
+        return None
+    if getattr(layer, f"{attribute}_cls", None) is not None:
+        return f"has its own {attribute}_cls"
+    value = getattr(layer, attribute)
+    is_default = any(value is default for default in _DEFAULTS[attribute])
+    return None if is_default else f"has its own {attribute}"
+
+
 Values = Sequence[jax.Array]
 Params = dict[str, Any]
 DotGeneralFn = Callable[..., jax.Array]

@@ -15,7 +15,6 @@ from flax.core import meta
 from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
 from mx_jax.convert import linen_model, nnx_model
-from mx_jax.convert.flax_layers import known_layer
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -309,7 +308,7 @@ def _kernels_of_model(
 ) -> Iterator[tuple[Any, str, _Kernel]]:
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
     for paths, layer in nnx_model.layers_of(model):
-        known = known_layer(layer)
+        known = nnx_model.known_layer(layer)
         kernel: Any = _matrix_of(layer) if known is None else known.kernel
         names = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in names:
