@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
@@ -72,13 +71,12 @@ def search_scales(
     format: BlockFormat | str,
     *,
     axis: int | Sequence[int] = 0,
-    importance: jax.typing.ArrayLike | None = None,
     tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize with the scale of each block that leaves the smallest squared error.
 
     Tries the stored scales up to an octave around the one that the block's largest value asks for,
-    and takes the first with the smallest `sum h (q - w)^2`; under a tensor scale that it chooses
+    and takes the first with the smallest `sum (q - w)^2`; under a tensor scale that it chooses
     also around those of a plain cast, so that it never loses more than that. Larger ones clip
     nothing and are coarse; smaller ones clip the largest values and are finer for all others.
 
@@ -86,9 +84,6 @@ def search_scales(
       w: weights, float32, bfloat16 or float16, of any shape.
       format: a format with E8M0 or E4M3 scales, or its name.
       axis: the axis that a product contracts, or several; blocks lie along the last.
-      importance: h, at least 0, of shape `[k]`, where k is the length of the axis, or the product
-        of their lengths: how much each feature counts, e.g. the mean square of what it is
-        multiplied with, the diagonal of `moments`; default: 1.
       tensor_scale: of NVFP4, as `quantize` takes it; default: by w's largest value.
 
     Returns:
@@ -96,7 +91,7 @@ def search_scales(
       for rounding; its codes are the nearest ones under them.
 
     Raises:
-      ValueError: a format with other scales; importance of another shape, below zero or not finite.
+      ValueError: a format with other scales.
 
     Examples:
       >>> import jax, mx_jax
@@ -109,40 +104,21 @@ def search_scales(
     """
     w, format = jnp.asarray(w), block_format(format)
     search = search_for(format.scale, "search_scales")
-    axes = contracted(axis, w.ndim)
-    sizes = tuple(w.shape[each] for each in axes)
-    weights = jnp.ones(math.prod(sizes), jnp.float32) if importance is None else importance
-    if not (importance is None or isinstance(importance, Tracer)):
-        smallest, largest = np.min(importance, initial=0), np.max(importance, initial=0)
-        if not 0 <= smallest <= largest < math.inf:
-            raise ValueError(
-                "search_scales: importance must be finite and at least 0, got values from "
-                f"{smallest} to {largest}"
-            )
-    weights = jnp.asarray(weights, jnp.float32)
-    if weights.shape != (math.prod(sizes),):
-        raise ValueError(
-            "search_scales: importance must have one entry for each feature, got "
-            f"importance.shape={weights.shape} for w.shape={w.shape}, axis={axis}"
-        )
-    features = weights.reshape(*sizes, *(1,) * (w.ndim - len(axes)))
-    spread = jnp.broadcast_to(jnp.moveaxis(features, range(len(axes)), axes), w.shape)
-    where: dict[str, Any] = dict(axis=axes[-1], tensor_scale=tensor_scale)
-    first = quantize(w, format, scale_rule=search.first, **where)
-    best = _search(w, first, spread, search)
+    where: dict[str, Any] = dict(axis=contracted(axis, w.ndim)[-1], tensor_scale=tensor_scale)
+    best = _search(w, quantize(w, format, scale_rule=search.first, **where), search)
     if not format.tensor_scale or tensor_scale is not None:
         return best
     # A tensor scale with room for larger block scales may leave small blocks coarser ones.
-    plain = _search(w, quantize(w, format, **where), spread, search)
-    better = _squared_error(plain, w, spread) < _squared_error(best, w, spread)
+    plain = _search(w, quantize(w, format, **where), search)
+    better = _squared_error(plain, w) < _squared_error(best, w)
     return jax.tree.map(functools.partial(jnp.where, better), plain, best)
 
 
-def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array:
-    """`sum h (q - w)^2` over the blocks that are finite, up to a power of two of w's largest."""
+def _squared_error(q: MXArray, w: jax.Array) -> jax.Array:
+    """`sum (q - w)^2` over the blocks that are finite, up to a power of two of w's largest."""
     exact = w.astype(jnp.float32)
     largest = jnp.max(jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0), initial=0)
-    lost = importance * ((q.dequantize(jnp.float32) - exact) / power_of_two_up_to(largest)) ** 2
+    lost = ((q.dequantize(jnp.float32) - exact) / power_of_two_up_to(largest)) ** 2
     return jnp.sum(jnp.where(jnp.isnan(lost), 0, lost))
 
 
@@ -151,10 +127,9 @@ def power_of_two_up_to(x: jax.Array) -> jax.Array:
     return float32.from_bits(jnp.maximum(float32.float32_bits(x) & float32.INF, float32.HIDDEN))
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search) -> MXArray:
+@functools.partial(jax.jit, static_argnums=2)
+def _search(w: jax.Array, first: MXArray, search: Search) -> MXArray:
     pieces, inside = block_shapes.split(w, first.blocks)
-    weights, _ = block_shapes.split(importance, first.blocks)
     tensor_scale = first.tensor_scale
     if tensor_scale is not None:
         tensor_scale = block_shapes.spread(tensor_scale, inside)
@@ -169,7 +144,7 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
         least, chosen = best
         moved = jnp.clip(start.astype(jnp.int32) + step, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, first.format.scale), start, moved.astype(jnp.uint8))
-        error = scale_rules.squared_error(data, scales, weights, unit)
+        error = scale_rules.squared_error(data, scales, unit)
         better = error < least
         return (jnp.where(better, error, least), jnp.where(better, scales, chosen)), None
 

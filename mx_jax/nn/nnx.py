@@ -7,8 +7,8 @@ contracting axis, or what `pack_weights` makes of it, and is used as it is.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.layers import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, einsum
+from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general, einsum
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
 
@@ -291,8 +291,12 @@ class Operation(nnx.Module):
             stream = nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
         self.stream = nnx.data(stream)
 
-    def _key(self) -> jax.Array | None:
-        return None if self.stream is None else next_key(self.stream, type(self).__name__)
+    _multiplies: ClassVar[Callable[..., jax.Array]]
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """See `mx_jax`'s function of that name."""
+        key = None if self.stream is None else next_key(self.stream, type(self).__name__)
+        return self._multiplies(*args, **options, recipe=self.recipe, key=key)
 
 
 class DotGeneral(Operation):
@@ -315,9 +319,7 @@ class DotGeneral(Operation):
       ((2, 8), 1)
     """
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        """See `mx_jax.dot_general`."""
-        return RecipeDotGeneral(recipe=self.recipe)(*args, **options, key=self._key())
+    _multiplies = staticmethod(dot_general)
 
 
 class EinsumOp(Operation):
@@ -336,11 +338,7 @@ class EinsumOp(Operation):
       (5, 2, 4)
     """
 
-    def __call__(
-        self, subscripts: str, lhs: OperandLike, rhs: OperandLike, **options: Unpack[ProductOptions]
-    ) -> jax.Array:
-        """See `mx_jax.einsum`."""
-        return einsum(subscripts, lhs, rhs, **options, recipe=self.recipe, key=self._key())
+    _multiplies = staticmethod(einsum)
 
 
 @jax.tree_util.register_static
