@@ -114,13 +114,13 @@ def gptq(
     blocks = np.argsort(-by_block.sum(1), kind="stable")
     inside = np.argsort(-by_block, axis=1, kind="stable")
     order = (np.arange(0, len(filled), block)[:, None] + inside)[blocks].ravel()
-    factor, importance = _factor(filled[np.ix_(order, order)])
+    factor = _factor(filled[np.ix_(order, order)])
 
     padding = [(0, missing if each == axes[-1] else 0) for each in range(w.ndim)]
     rows = by_feature(jnp.pad(w, padding), axes).astype(jnp.float32)[order]
     over = None if first.tensor_scale is None else first.tensor_scale.reshape(())
     parts = [
-        _round(rows[:, n : n + COLUMNS], factor, importance, over, first.format, block, search)
+        _round(rows[:, n : n + COLUMNS], factor, over, first.format, block, search)
         for n in range(0, rows.shape[1], COLUMNS)
     ]
     codes, scales = (jnp.concatenate(each, 1) for each in zip(*parts, strict=True))
@@ -155,18 +155,17 @@ def _factor(hessian: np.ndarray) -> tuple[jax.Array, jax.Array]:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _round(
     w: jax.Array,
-    factor: jax.Array,
-    importance: jax.Array,
+    factor: tuple[jax.Array, jax.Array],
     tensor_scale: jax.Array | None,
     format: BlockFormat,
     size: int,
     search: Search,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes `[k, n]` and scales `[k / size, n]` of the rows of w, block by block."""
-    steps = jnp.asarray(search.steps, jnp.int32)[:, None]
+    steps, (upper, importance) = jnp.asarray(search.steps, jnp.int32)[:, None], factor
 
     def block(w: jax.Array, begin: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         before = lax.dynamic_slice_in_dim(w, begin, size)
@@ -175,7 +174,7 @@ def _round(
         ).scales
         scales = jnp.clip(start.astype(jnp.int32) + steps, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, format.scale), start, scales.astype(jnp.uint8))
-        reach = lax.dynamic_slice_in_dim(factor, begin, size)
+        reach = lax.dynamic_slice_in_dim(upper, begin, size)
         weights = lax.dynamic_slice_in_dim(importance, begin, size)
         inside = lax.dynamic_slice_in_dim(reach, begin, size, axis=1)
         unit = power_of_two_up_to(jnp.max(jnp.abs(before), 0, keepdims=True))

@@ -1,6 +1,7 @@
 """Scales of files, checked; exact values in float64; and whether they are plausible weights."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
@@ -44,11 +45,11 @@ def stored_parts(
     shape: tuple[int, ...],
     dtypes: tuple[np.dtype, np.dtype],
     *,
-    bits: int,
     scale_shape: tuple[int, ...],
     divides: bool = False,
 ) -> list[Entry]:
-    """A weight's codes in so many bits, scales and tensor scale, if any, as others store them."""
+    """A weight's codes, of that shape and dtype, scales and tensor scale, as others store them."""
+    bits = 8 * math.prod(shape) // max(x.size, 1)
 
     def codes() -> np.ndarray:
         return packing.pack(np.asarray(x.codes), bits).reshape(shape).view(dtypes[0])

@@ -303,7 +303,7 @@ class Report:
         if self.rules and not unused:
             used.update(self.used)
             return
-        rules = self._listed(unused)
+        rules = ", ".join(f"{index} ({self.rules[index]})" for index in unused)
         paths = ", ".join(repr(decision.layer.path) for decision in self.decisions[:8])
         more = ", ..." if len(self.decisions) > 8 else ""
         complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
@@ -333,9 +333,6 @@ class Report:
             if layer.obstacle is not None and any(matches):
                 obstacles.setdefault(layer.obstacle, []).append(layer.path)
         return obstacles
-
-    def _listed(self, indices: Iterable[int]) -> str:
-        return ", ".join(f"{index} ({self.rules[index]})" for index in indices)
 
     def __str__(self) -> str:
         return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"
