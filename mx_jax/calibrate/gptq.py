@@ -7,7 +7,8 @@ chosen for what those before have made of it.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,14 @@ from jax import lax
 from scipy.linalg import solve_triangular
 
 from mx_jax.calibrate.scales import (
+    Axis,
     Search,
     by_feature,
     check_moment,
     contracted,
     power_of_two_up_to,
     search_for,
+    search_scales,
 )
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
@@ -206,3 +209,64 @@ def _round(
 
     _, (codes, scales) = lax.scan(block, w, jnp.arange(0, w.shape[0], size))
     return codes.reshape(w.shape), scales
+
+
+class UncalibratedWarning(UserWarning):
+    """A weight for which there is no moment.
+
+    Examples:
+      >>> import warnings, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", calibrate.UncalibratedWarning)
+      ...     convert.weights(params, rules, by=calibrate.Gptq({}))
+      Traceback (most recent call last):
+      mx_jax.calibrate.gptq.UncalibratedWarning: calibrate.Gptq: no moment for 'up'; its ...
+    """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gptq:
+    """By `gptq`, with the moment of each layer.
+
+    A weight without a moment gets its scales by squared error, with an `UncalibratedWarning` unless
+    it is a table that rows are looked up in. A table with a moment, that of its `attend`, is
+    rounded for the product: its rows are a little further from what they were.
+
+    Attributes:
+      moments: by path of the layer: see `calibrate.moments`.
+      damping: as `gptq` takes it.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> way = calibrate.Gptq({"up": x.T @ x})
+      >>> up = convert.weights({"up": {"kernel": w}}, rules, by=way, pack=False)["up"]
+      >>> alone = calibrate.gptq(w, "mxfp4", x.T @ x)
+      >>> bool((up["kernel"].codes == alone.codes).all())
+      True
+    """
+
+    moments: Mapping[str, jax.typing.ArrayLike]
+    damping: float = 0.05
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
+    ) -> MXArray:
+        """See `Way`."""
+        known = (self.moments[name] for name in names if name in self.moments)
+        moment = next(known, None)
+        if moment is None:
+            if not looked_up:
+                warnings.warn(
+                    f"calibrate.Gptq: no moment for {names[0]!r}; its scales are chosen by squared "
+                    "error",
+                    UncalibratedWarning,
+                    stacklevel=2,
+                )
+            return search_scales(w, format, axis=axis)
+        return gptq(w, format, moment, axis=axis, damping=self.damping)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,11 @@ AMAX_WITH_ROOM = scale_rules.ScaleRule(
     scales=scale_rules.FromAmax(scale_rules.amax),
     largest_scale=256.0,
 )
+
+
+Axis = int | tuple[int, ...]
+# What command lines call the ways to choose codes: by squared error, and `gptq`.
+SEARCHED, GPTQ = "mse", "gptq"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +160,57 @@ def _search(w: jax.Array, first: MXArray, search: Search) -> MXArray:
     return dataclasses.replace(
         first, codes=block_shapes.merge(codes, w.shape, inside), scales=lax.squeeze(scales, inside)
     )
+
+
+class Way(Protocol):
+    """From a weight to its codes.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax import convert
+      >>> def rounded_up(names, w, format, axis, looked_up):
+      ...     return mx_jax.quantize(w, format, axis=axis, scale_rule="ceil")
+      >>> params = {"up": {"kernel": jnp.full((64, 8), 5.0)}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> up = convert.weights(params, rules, by=rounded_up, pack=False)["up"]
+      >>> up["kernel"].scale_values[0, :2]
+      Array([2, 2], dtype=float8_e8m0fnu)
+    """
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
+    ) -> MXArray:
+        """Quantize one weight.
+
+        Args:
+          names: paths that rules know its layer by.
+          w: of one layer, without the axes of a stack.
+          format: to quantize to.
+          axis: that the product contracts, or several; blocks lie along the last.
+          looked_up: whether it is a table that rows are looked up in.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedScales:
+    """By `search_scales`, which needs no data.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> params = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("nvfp4"))
+      >>> up = convert.weights(params, rules, by=calibrate.SearchedScales(), pack=False)["up"]
+      >>> up["kernel"].format.name
+      'nvfp4'
+    """
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
+    ) -> MXArray:
+        """See `Way`."""
+        return search_scales(w, format, axis=axis)
 
 
 def output_error(

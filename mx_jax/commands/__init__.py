@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(str(error))
     except Exception:
         # Whatever JAX raises where a platform is named that the machine lacks.
-        from mx_jax.commands.env import no_device
+        from mx_jax.inspect.environment import no_device
 
         if (reason := no_device()) is None:
             raise

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.core import meta
 
 from mx_jax.axes import Axes
-from mx_jax.calibrate.ways import Way
+from mx_jax.calibrate.scales import Way
 from mx_jax.convert import linen_model, nnx_model
 from mx_jax.convert.rules import (
     Decision,
