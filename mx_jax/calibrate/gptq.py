@@ -19,7 +19,6 @@ from scipy.linalg import solve_triangular
 from mx_jax.calibrate.scales import (
     Axis,
     Search,
-    by_feature,
     check_moment,
     contracted,
     power_of_two_up_to,
@@ -120,7 +119,9 @@ def gptq(
     factor = _factor(filled[np.ix_(order, order)])
 
     padding = [(0, missing if each == axes[-1] else 0) for each in range(w.ndim)]
-    rows = by_feature(jnp.pad(w, padding), axes).astype(jnp.float32)[order]
+    # `[features, outputs]`, features counted along the axes in their order.
+    rows = jnp.moveaxis(jnp.pad(w, padding), axes, range(len(axes))).reshape(len(order), -1)
+    rows = rows.astype(jnp.float32)[order]
     over = None if first.tensor_scale is None else first.tensor_scale.reshape(())
     parts = [
         _round(rows[:, n : n + COLUMNS], factor, over, first.format, block, search)

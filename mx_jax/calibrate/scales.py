@@ -45,7 +45,7 @@ class Search:
     largest: int  # likewise
 
 
-def search_for(scale: ScaleFormat, asked_by: str) -> Search:
+def search_for(scale: ScaleFormat, operation: str) -> Search:
     """What to try for a scale format: an octave up and down of FLOOR's, or of amax's."""
     if scale.kind == "exponent":
         return Search(scale_rules.FLOOR, (0, 1, -1), 0, 254)
@@ -55,7 +55,7 @@ def search_for(scale: ScaleFormat, asked_by: str) -> Search:
         # Codes of positive values are in the order of the values; the last one may be NaN.
         return Search(AMAX_WITH_ROOM, steps, octave, scale.element.max_code)
     raise ValueError(
-        f"{asked_by}: tries the neighbours of a stored scale, which takes scales in E8M0 or in a "
+        f"{operation}: tries the neighbours of a stored scale, which takes scales in E8M0 or in a "
         f"float of 8 bits, got scale={scale.name} of kind={scale.kind}; quantize by a scale_rule"
     )
 
@@ -63,12 +63,6 @@ def search_for(scale: ScaleFormat, asked_by: str) -> Search:
 def contracted(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """The axes that a product contracts, counted from the front."""
     return tuple(range(ndim)[each] for each in ((axis,) if isinstance(axis, int) else axis))
-
-
-def by_feature(w: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Weights as `[k, n]`: one row for each feature, counted along the axes in their order."""
-    front = jnp.moveaxis(w, axes, range(len(axes)))
-    return front.reshape(math.prod(w.shape[axis] for axis in axes), -1)
 
 
 def search_scales(
@@ -267,17 +261,17 @@ def output_error(
     return lost / whole if whole else math.inf if lost else 0.0
 
 
-def check_moment(moment: jax.typing.ArrayLike, asked_by: str) -> np.ndarray:
+def check_moment(moment: jax.typing.ArrayLike, operation: str) -> np.ndarray:
     """A sum or mean of `x x^T` as float64; ValueError for what cannot be one."""
     array = np.array(moment, np.float64)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not np.isfinite(array).all():
         raise ValueError(
-            f"{asked_by}: moment must be finite and have one row and one column for each feature, "
+            f"{operation}: moment must be finite and have one row and one column for each feature, "
             f"got moment.shape={array.shape}, finite={bool(np.isfinite(array).all())}"
         )
     if (smallest := np.diag(array).min(initial=0)) < 0:
         raise ValueError(
-            f"{asked_by}: moment must be positive semidefinite, as a sum of x x^T is, got "
+            f"{operation}: moment must be positive semidefinite, as a sum of x x^T is, got "
             f"{smallest} on its diagonal"
         )
     return array

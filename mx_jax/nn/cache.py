@@ -14,6 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import explicit_axes, packing
+from mx_jax.codecs.straight_through import refuse_derivative
 from mx_jax.formats import WHOLE, BlockFormat, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.ops.product import cast_array
@@ -45,7 +46,8 @@ def _written(
     position = along_sequences(position, codes)
     if not isinstance(held, PackedRows):
         return _put(held, rows.astype(held.dtype), position)
-    rows, scale = _no_gradient(rows), held.tensor_scale
+    # Codes pass no gradient: zero would be taken for one.
+    rows, scale = refuse_derivative(rows, _refuse), held.tensor_scale
     spec, blocks = measured_operand(held.format), ((-1, held.format.block[1]),)
     if scale is None or scale_is_fixed:
         new = cast_array(rows, spec, blocks, None, scale)
@@ -77,17 +79,10 @@ def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> j
     )
 
 
-@jax.custom_jvp
-def _no_gradient(rows: jax.Array) -> jax.Array:
-    """Rows that become codes, which pass no gradient: zero would be taken for one."""
-    return rows
-
-
-@_no_gradient.defjvp
-def _(primals: tuple[jax.Array], tangents: object) -> Any:
+def _refuse(rows: jax.Array) -> None:
     raise ValueError(
         "KVCache: rows that are kept as codes pass no gradient, got a derivative by keys or values "
-        f"of shape={primals[0].shape}; take it through all tokens at once (decode=False), keep the "
+        f"of shape={rows.shape}; take it through all tokens at once (decode=False), keep the "
         "cache without a format, or write lax.stop_gradient around what is appended"
     )
 
