@@ -152,14 +152,12 @@ def element_values(x: MXArray) -> np.ndarray:
 
 
 def encoded_scales(wanted: np.ndarray, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Scales in float64 as they are stored, and which of them are what was wanted, exactly."""
-    with np.errstate(all="ignore"):
-        if scale.kind == "divisor":
-            stored = (1 / wanted).astype(np.float32)
-            return stored, stored.astype(np.float64) * wanted == 1
-        if scale.is_float32:
+    """Scales in float64 as they are stored, and which of them are what was wanted, exactly; scales
+    that multiply."""
+    if scale.is_float32:
+        with np.errstate(all="ignore"):
             stored = wanted.astype(np.float32)
-            return stored, stored == wanted
+        return stored, stored == wanted
     table = np.array([scale.value(code) for code in range(256)])
     # No scale bears a sign, and the highest codes are NaN.
     fits = np.flatnonzero(np.isfinite(table) & ~np.signbit(table))

@@ -155,7 +155,7 @@ class KnownLayer:
 
     Attributes:
       kernel: its variable.
-      stack: the leading axes of a stack of such layers, of flax_nnx.vmap.
+      stack: the leading axes of a stack of such layers, of nnx.vmap.
       facts: fields of `Layer`.
     """
 
