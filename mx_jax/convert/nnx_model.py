@@ -359,7 +359,8 @@ def _traced(
         if not here.path and model.strict is not None:
             report.check("convert.nnx", model.strict, model.used)
         model.used.update(report.used)
-        result, state, after = run(key)
+        remedy = f"convert the model with rngs=nnx.Rngs({RNG_STREAM}=seed)"
+        result, state, after = run(key, remedy)
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
                 context.merge(after, state)

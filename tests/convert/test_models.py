@@ -297,7 +297,8 @@ class TestLlama:
         call = nnx.jit(call_once)
         assert np.any(call(converted) != call(converted))
         without = convert.nnx(model, Rule(".*attn.*", STOCHASTIC))
-        with pytest.raises(ValueError, match="draws random bits and needs the 'quantize' stream"):
+        remedy = r"needs the 'quantize' stream; convert the model with rngs=nnx.Rngs\(quantize=seed"
+        with pytest.raises(ValueError, match=remedy):
             nnx.eval_shape(call_once, without)
 
 
