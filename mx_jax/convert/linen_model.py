@@ -159,7 +159,8 @@ class ConvertedModule:
             if len(self._used) < len(self.rules):
                 shown, _ = traced_call(run, args, kwargs, self.rules, scopes.modules)
         # It makes the parameters of all layers, whichever method it runs.
-        self._report(shown).check("convert.linen", self.strict, self._used)
+        report = Report(rules=self.rules, decisions=shown)
+        report.check("convert.linen", self.strict, self._used)
         return result
 
     def apply(self, *args: object, **kwargs: Any) -> Any:
@@ -172,14 +173,12 @@ class ConvertedModule:
             shown, by_key = traced_call(run, args, kwargs, self.rules, scopes.modules, "['params']")
             result = by_key(key)
         # The method may be a function that calls submodules directly.
-        called, report = kwargs.get("method") or "__call__", self._report(shown)
+        called = kwargs.get("method") or "__call__"
+        report = Report(rules=self.rules, decisions=shown)
         if getattr(called, "__name__", called) == "__call__":
             report.check("convert.linen", self.strict, self._used)
         self._used.update(report.used)
         return result
-
-    def _report(self, shown: tuple[Decision, ...]) -> Report:
-        return Report(rules=self.rules, decisions=shown)
 
 
 def decisions(

@@ -223,11 +223,12 @@ class KVCache:
         """
         needs_four_axes("KVCache", keys=keys, values=values)
         position = checked_position(position, len(keys))
-        keys, values = (
-            _written(held, rows, position, self.scales_are_fixed)
-            for held, rows in ((self.keys, keys), (self.values, values))
+        options: Any = {"position": position, "scale_is_fixed": self.scales_are_fixed}
+        return dataclasses.replace(
+            self,
+            keys=_written(self.keys, keys, **options),
+            values=_written(self.values, values, **options),
         )
-        return dataclasses.replace(self, keys=keys, values=values)
 
     def attend(self, query: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
         """Causal attention of queries over what the cache holds.
