@@ -96,6 +96,8 @@ def gptq(
             "gptq: moment must have one row and one column for each feature, got "
             f"moment.shape={hessian.shape} for an axis of length={math.prod(sizes)}"
         )
+    if not w.size:
+        return quantize(w, format, axis=axes[-1], tensor_scale=tensor_scale)
     if not damping > 0:
         raise ValueError(f"gptq: damping must be above 0, got damping={damping}")
     # Of mean diagonal 1 + damping; features that were never there count as if independent.
