@@ -395,12 +395,17 @@ class Guarded(Captured[P, R]):
             jax.effects_barrier()
         except Exception as error:
             # JAX wraps what a callback raises in an error of its own.
-            if self.first is not None:
-                raise NonFiniteError(self.first) from error
+            if (first := self._taken()) is not None:
+                raise NonFiniteError(first) from error
             raise
-        if self.first is not None:
-            raise NonFiniteError(self.first)
+        if (first := self._taken()) is not None:
+            raise NonFiniteError(first)
         return result
+
+    def _taken(self) -> Record | None:
+        # A loop that catches the error may go on, from a checkpoint.
+        first, self.first = self.first, None
+        return first
 
 
 def guard(
