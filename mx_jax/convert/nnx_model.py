@@ -4,6 +4,7 @@ Its call is traced, and what it multiplies is made anew in the jaxpr, as `conver
 Modules become of a subclass whose methods stand in scopes of their names, which nnx has none of.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx as flax_nnx
+from flax.nnx import bridge
 from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
@@ -33,6 +35,7 @@ def nnx(
     *,
     rngs: flax_nnx.Rngs | None = None,
     strict: bool = False,
+    methods: Sequence[str] = (),
 ) -> M:
     """A copy of a model whose layers follow rules. It shares the model's Variables.
 
@@ -56,14 +59,17 @@ def nnx(
       rngs: streams, if a recipe draws random bits; `"quantize"` or the default one is forked.
         Where gradients alone draw, evaluation needs none.
       strict: whether a rule that matched nothing is an error instead of a warning.
+      methods: names of methods that are called from outside, as `"encode"`, beside `__call__` and
+        `attend`. Such a call is traced; another runs as it is written, so that its products outside
+        of modules that it calls stay.
 
     Returns:
       A model of the same type, or of a subclass that looks like it.
 
     Raises:
       TypeError: not a flax.nnx module, or not rules.
-      ValueError: rngs missing, and a forward product draws; with strict, a rule that matched
-        nothing.
+      ValueError: rngs missing, and a forward product draws; a method that no module has; with
+        strict, a rule that matched nothing.
 
     Examples:
       >>> from flax import nnx
@@ -74,14 +80,25 @@ def nnx(
       >>> quantized(jnp.ones((4, 32))).shape, quantized.layers[0].kernel is model.layers[0].kernel
       ((4, 64), True)
     """
-    return converted(model, as_rules(rules, "convert.nnx"), rngs, strict)
+    copy = converted(model, as_rules(rules, "convert.nnx"), rngs, strict, tuple(methods))
+    public = {name for _, layer in layers_of(copy) for name in _methods_of(class_of(layer))}
+    if missing := {*methods} - public:
+        raise ValueError(
+            "convert.nnx: methods must be names of public methods of the model or its layers, got "
+            f"methods={tuple(methods)}, and no module has {', '.join(map(repr, sorted(missing)))}"
+        )
+    return copy
 
 
 def converted(
-    model: M, rules: tuple[Rule, ...], rngs: flax_nnx.Rngs | None, strict: bool | None = None
+    model: M,
+    rules: tuple[Rule, ...],
+    rngs: flax_nnx.Rngs | None,
+    strict: bool | None = None,
+    methods: tuple[str, ...] = (),
 ) -> M:
     """The result of `nnx`; with strict=None there is no warning of rules that match nothing."""
-    copy, conversion = original(model), _Conversion(rules, strict)
+    copy, conversion = original(model), _Conversion(rules, strict, (*_CALLS, *methods))
     draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
     has_stream = rngs is not None and not {RNG_STREAM, "default"}.isdisjoint(rngs)
     for paths, layer in list(layers_of(copy)):
@@ -260,7 +277,7 @@ def class_of(layer: object) -> type:
 # Calls -------------------------------------------------------------------------------------------
 
 _TAG = "mx_jax"
-# What is called of a layer from outside of its model; other methods then do as they are written.
+# What is called of a layer from outside of its model.
 _CALLS = ("__call__", "attend")
 
 
@@ -271,6 +288,8 @@ class _Conversion:
     rules: tuple[Rule, ...]
     # Whether a rule that matches nothing is an error; None: there is no warning either.
     strict: bool | None
+    # Whose call from outside is traced.
+    methods: tuple[str, ...]
     # By path.
     modules: dict[str, Module] = dataclasses.field(hash=False, default_factory=dict[str, Module])
     # Rules that matched something so far, and the decisions of the last call.
@@ -291,18 +310,22 @@ def _converted_class(base: type) -> type:
     """A subclass that looks like its base, one for each, so that equal models have equal graphs:
     the methods that it does not have of flax.nnx, private ones apart, are those of a call."""
     looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {name: _in_call(name, method) for name, method in _methods_of(base).items()}
+    made = {"_mx_base": base, "__reduce_ex__": _reduced}
+    return type(base)(base.__name__, (base,), looks | methods | made)
+
+
+def _methods_of(base: type) -> dict[str, Any]:
     inherited = {*dir(flax_nnx.Module)} - {"__call__"}
     members = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
-    methods = {
-        name: _in_call(name, member)
+    return {
+        name: member
         for name, member in members.items()
         # nnx.jit makes objects of them.
         if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
         if not isinstance(member, staticmethod | classmethod)
         if name == "__call__" or name[0] != "_"
     }
-    made = {"_mx_base": base, "__reduce_ex__": _reduced}
-    return type(base)(base.__name__, (base,), looks | methods | made)
 
 
 def _reduced(layer: object, protocol: int) -> tuple[Any, ...]:
@@ -323,13 +346,24 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: object, **kwargs: object) -> Any:
         here: _Call | None = vars(self).get("mx_call")
         if here is not None and tracing.value == here.model.rules:
-            with in_module(here.path):
+            with in_module(here.path), _bridged(self):
                 return method(self, *args, **kwargs)
-        if here is None or name not in _CALLS:
+        if here is None or name not in here.model.methods:
             return method(self, *args, **kwargs)
         return _traced(self, name, here, args, kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _bridged(layer: object) -> Iterator[None]:
+    """A call of a linen module in a model of nnx, which takes every attribute for a variable."""
+    names = {"mx_call", "mx_stream"} & vars(layer).keys()
+    hidden = {name: vars(layer).pop(name) for name in names if isinstance(layer, bridge.ToNNX)}
+    try:
+        yield
+    finally:
+        vars(layer).update(hidden)
 
 
 def _traced(

@@ -4,6 +4,7 @@ and how they are made anew (`jaxpr.py`).
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,8 +110,9 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 
 def users_choice(layer: object) -> str | None:
     """Why a layer keeps its products, as its user chose; None if nothing was chosen."""
-    # First: a property of our own layers draws a key when it is read.
-    if isinstance(getattr(layer, "recipe", None), Recipe):
+    # First: a property of our own layers draws a key when it is read. Past the attributes that
+    # nnx.bridge.ToLinen has of what is in it, a call that would be intercepted.
+    if isinstance(inspect.getattr_static(layer, "recipe", None), Recipe):
         return "has its own recipe"
     fields = layer.__dataclass_fields__ if isinstance(layer, nn.Module) else vars(layer)
     attribute = next((name for name in _DEFAULTS if name in fields), None)

@@ -72,8 +72,8 @@ class _Kernel:
             (axis, _), *others = layer.axes.blocks(spec.format)
             if others:
                 raise ValueError(
-                    f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
-                    f"{layer.path!r} has format={spec.format.name}"
+                    f"convert.weights: by={type(by).__name__} needs blocks along one axis, but the "
+                    f"recipe of {layer.path!r} has format={spec.format.name}"
                 )
             search = functools.partial(
                 by,
@@ -158,6 +158,11 @@ def weights(
       True
     """
     rules = as_rules(rules, "convert.weights")
+    if by is not None and not callable(by):
+        raise TypeError(
+            "convert.weights: by must choose codes, as calibrate.SearchedScales() or "
+            f"calibrate.Gptq(moments) does, got by={by!r}"
+        )
     if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
         # Quantized kernels are new Variables; one that several layers hold stays one.

@@ -249,6 +249,20 @@ class TestGpt2:
         np.testing.assert_array_equal(run(0, 0), run(0, 0))
         assert np.any(run(0, 0) != run(1, 0)) and np.mean(run(0, 0) == run(0, 1)) < 0.1
 
+    @pytest.mark.parametrize("way", ["to_linen", "ToNNX"])
+    def test_a_layer_of_the_other_kind(self, way: str):
+        x = jnp.ones((2, 64))
+        if way == "ToNNX":
+            model: Any = nnx.bridge.ToNNX(nn.Dense(8), rngs=nnx.Rngs(0)).lazy_init(x)
+            before, after = model(x), convert.nnx(model, ALL)(x)
+        else:
+            model = nnx.bridge.to_linen(nnx.Linear, 64, 8)
+            variables = model.init(jax.random.key(0), x)
+            before, after = (m.apply(variables, x) for m in (model, convert.linen(model, ALL)))
+        assert (before != after).any()
+        (row,) = convert.report(model, ALL, x).decisions
+        assert row.layer.kernel == (64, 8) and row.recipe is not None
+
     def test_a_model_that_holds_a_module(self):
         """As transformers' do: the error says what to convert, and how to put it back."""
 

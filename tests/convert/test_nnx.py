@@ -83,6 +83,27 @@ def test_only_streams_are_added(model: Model):
     assert streams == [*["['mx_stream'"] * 2, *["['split'"] * 2]
 
 
+class Encoder(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return x @ self.w
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.encode(x)
+
+
+def test_methods_that_are_called_from_outside():
+    model = Encoder(nnx.Rngs(0))
+    converted = convert.nnx(model, Rule(".*", MXFP8), methods=["encode"])
+    assert (converted.encode(X) == converted(X)).all() and (model(X) != converted(X)).any()
+    without = convert.nnx(model, Rule(".*", MXFP8))
+    assert (without.encode(X) == model(X)).all(), "a part runs as it is written"
+    with pytest.raises(ValueError, match=r"got methods=\('encode', 'decode'\), .* has 'decode'"):
+        convert.nnx(model, Rule(".*", MXFP8), methods=["encode", "decode"])
+
+
 def test_errors():
     linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     for rngs, streams in ((None, "no rngs"), (nnx.Rngs(params=0), "rngs with 'params'")):
