@@ -88,7 +88,7 @@ def calibrated_scales(caches: Any) -> tuple[tuple[float, ...], ...]:
         zero.
     """
     return tuple(
-        tuple(float(jnp.abs(rows.read()).max()) / NVFP4_MAX for rows in (cache.keys, cache.values))
+        tuple(float(jnp.abs(rows).max()) / NVFP4_MAX for rows in (cache.keys, cache.values))
         for cache in caches
     )
 
@@ -201,7 +201,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
         bits = (
             8
             * sum(one.nbytes for one in caches)
-            / sum(2 * one.keys.features * one.length * config.kv_heads for one in caches)
+            / sum(2 * one.keys.shape[-1] * one.length * config.kv_heads for one in caches)
         )
         kind = f"{form.name}, tensor scales fixed" if form and scales else form and form.name
         found.append(row("cache", kind or name, round(bits, 2), params, caches))

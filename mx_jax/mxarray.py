@@ -433,7 +433,7 @@ def decode(
 
         bits = bits_of(exponent)
         if saturates:
-            largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
+            largest = float32.float32_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
             sign = bits & jnp.int32(float32.SIGN)
             # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
             finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF

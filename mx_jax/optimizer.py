@@ -13,7 +13,7 @@ from jax import lax
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import explicit_sharding
-from mx_jax.codecs.float32 import ABS, HIDDEN, INF, MANTISSA, from_bits, to_bits
+from mx_jax.codecs.float32 import ABS, HIDDEN, INF, MANTISSA, float32_bits, from_bits
 from mx_jax.ops.arguments import check_is_key
 
 T = TypeVar("T")
@@ -227,7 +227,7 @@ def decode(codes: jax.Array, scales: jax.Array, root: bool, dtype: np.dtype) -> 
 def encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of x, or of its root, rounded stochastically by two random words."""
     x = x.astype(jnp.float32)
-    patterns, random = to_bits(x), random_bits(x, words)
+    patterns, random = float32_bits(x), random_bits(x, words)
     # As unsigned: a negative number is larger than NaN. So of squares it is an error, as NaN is.
     magnitudes = lax.bitcast_convert_type(patterns, jnp.uint32) if root else patterns & ABS
     pieces, inside = block_shapes.split(magnitudes, blocks_of(x.shape))
@@ -247,7 +247,9 @@ def encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.A
         values = from_bits(magnitudes) * _of_elements(from_bits((254 - exponents) << 23), x.shape)
         # Halfway to the smallest normal number the step halves too: subnormal codes count on.
         subnormal = 0.5 * values + 0.5 * _SMALLEST_NORMAL
-        codes = ((jnp.maximum(to_bits(values), to_bits(subnormal)) + random) >> _SHIFT) - _BIAS
+        codes = (
+            (jnp.maximum(float32_bits(values), float32_bits(subnormal)) + random) >> _SHIFT
+        ) - _BIAS
         codes = (codes & 0x7F) | ((patterns >> 24) & 0x80)
     return codes.astype(jnp.uint8), exponents.astype(jnp.uint8)
 

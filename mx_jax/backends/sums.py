@@ -100,7 +100,7 @@ def _product(*factors: jax.Array) -> jax.Array:
 
 def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
-    bits = float32.to_bits(values)
+    bits = float32.float32_bits(values)
     magnitude = float32.bitwise_and(bits, float32.ABS)
     biased, mantissa = float32.split_exponent_mantissa(magnitude)
     ordinary = float32.gt(magnitude, 0)

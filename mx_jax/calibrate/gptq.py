@@ -7,7 +7,8 @@ chosen for what those before have made of it.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,13 @@ from jax import lax
 from scipy.linalg import solve_triangular
 
 from mx_jax.calibrate.scales import (
+    Axis,
     Search,
-    by_feature,
     check_moment,
     contracted,
     power_of_two_up_to,
     search_for,
+    search_scales,
 )
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
@@ -94,6 +96,8 @@ def gptq(
             "gptq: moment must have one row and one column for each feature, got "
             f"moment.shape={hessian.shape} for an axis of length={math.prod(sizes)}"
         )
+    if not w.size:
+        return quantize(w, format, axis=axes[-1], tensor_scale=tensor_scale)
     if not damping > 0:
         raise ValueError(f"gptq: damping must be above 0, got damping={damping}")
     # Of mean diagonal 1 + damping; features that were never there count as if independent.
@@ -114,13 +118,15 @@ def gptq(
     blocks = np.argsort(-by_block.sum(1), kind="stable")
     inside = np.argsort(-by_block, axis=1, kind="stable")
     order = (np.arange(0, len(filled), block)[:, None] + inside)[blocks].ravel()
-    factor, importance = _factor(filled[np.ix_(order, order)])
+    factor = _factor(filled[np.ix_(order, order)])
 
     padding = [(0, missing if each == axes[-1] else 0) for each in range(w.ndim)]
-    rows = by_feature(jnp.pad(w, padding), axes).astype(jnp.float32)[order]
+    # `[features, outputs]`, features counted along the axes in their order.
+    rows = jnp.moveaxis(jnp.pad(w, padding), axes, range(len(axes))).reshape(len(order), -1)
+    rows = rows.astype(jnp.float32)[order]
     over = None if first.tensor_scale is None else first.tensor_scale.reshape(())
     parts = [
-        _round(rows[:, n : n + COLUMNS], factor, importance, over, first.format, block, search)
+        _round(rows[:, n : n + COLUMNS], factor, over, first.format, block, search)
         for n in range(0, rows.shape[1], COLUMNS)
     ]
     codes, scales = (jnp.concatenate(each, 1) for each in zip(*parts, strict=True))
@@ -155,18 +161,17 @@ def _factor(hessian: np.ndarray) -> tuple[jax.Array, jax.Array]:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _round(
     w: jax.Array,
-    factor: jax.Array,
-    importance: jax.Array,
+    factor: tuple[jax.Array, jax.Array],
     tensor_scale: jax.Array | None,
     format: BlockFormat,
     size: int,
     search: Search,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes `[k, n]` and scales `[k / size, n]` of the rows of w, block by block."""
-    steps = jnp.asarray(search.steps, jnp.int32)[:, None]
+    steps, (upper, importance) = jnp.asarray(search.steps, jnp.int32)[:, None], factor
 
     def block(w: jax.Array, begin: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         before = lax.dynamic_slice_in_dim(w, begin, size)
@@ -175,7 +180,7 @@ def _round(
         ).scales
         scales = jnp.clip(start.astype(jnp.int32) + steps, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, format.scale), start, scales.astype(jnp.uint8))
-        reach = lax.dynamic_slice_in_dim(factor, begin, size)
+        reach = lax.dynamic_slice_in_dim(upper, begin, size)
         weights = lax.dynamic_slice_in_dim(importance, begin, size)
         inside = lax.dynamic_slice_in_dim(reach, begin, size, axis=1)
         unit = power_of_two_up_to(jnp.max(jnp.abs(before), 0, keepdims=True))
@@ -207,3 +212,64 @@ def _round(
 
     _, (codes, scales) = lax.scan(block, w, jnp.arange(0, w.shape[0], size))
     return codes.reshape(w.shape), scales
+
+
+class UncalibratedWarning(UserWarning):
+    """A weight for which there is no moment.
+
+    Examples:
+      >>> import warnings, jax.numpy as jnp, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", calibrate.UncalibratedWarning)
+      ...     convert.weights(params, rules, by=calibrate.Gptq({}))
+      Traceback (most recent call last):
+      mx_jax.calibrate.gptq.UncalibratedWarning: calibrate.Gptq: no moment for 'up'; its ...
+    """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gptq:
+    """By `gptq`, with the moment of each layer.
+
+    A weight without a moment gets its scales by squared error, with an `UncalibratedWarning` unless
+    it is a table that rows are looked up in. A table with a moment, that of its `attend`, is
+    rounded for the product: its rows are a little further from what they were.
+
+    Attributes:
+      moments: by path of the layer: see `calibrate.moments`.
+      damping: as `gptq` takes it.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> way = calibrate.Gptq({"up": x.T @ x})
+      >>> up = convert.weights({"up": {"kernel": w}}, rules, by=way, pack=False)["up"]
+      >>> alone = calibrate.gptq(w, "mxfp4", x.T @ x)
+      >>> bool((up["kernel"].codes == alone.codes).all())
+      True
+    """
+
+    moments: Mapping[str, jax.typing.ArrayLike]
+    damping: float = 0.05
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
+    ) -> MXArray:
+        """See `Way`."""
+        known = (self.moments[name] for name in names if name in self.moments)
+        moment = next(known, None)
+        if moment is None:
+            if not looked_up:
+                warnings.warn(
+                    f"calibrate.Gptq: no moment for {names[0]!r}; its scales are chosen by squared "
+                    "error",
+                    UncalibratedWarning,
+                    stacklevel=2,
+                )
+            return search_scales(w, format, axis=axis)
+        return gptq(w, format, moment, axis=axis, damping=self.damping)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 from mx_jax.calibrate.scales import contracted
 
@@ -22,8 +23,9 @@ Moments = dict[str, jax.Array]
 
 # What multiplies, and by which method.
 _LINEN = {nn.Dense: "__call__", nn.DenseGeneral: "__call__", nn.Embed: "attend"}
-# The collection of inputs that modules sow.
+# The collection of moments that layers sow, and of inputs that modules do.
 _SOWN = "calibrate_inputs"
+_MOMENT = "moment of a layer"
 
 
 def moments(
@@ -35,11 +37,11 @@ def moments(
     """Sum of `x x^T` over the inputs x of every dense layer of a model, and of every head.
 
     Args:
-      model: a flax.linen module or a flax.nnx model, in high precision or converted. Observed are
-        `Dense` and `DenseGeneral` of linen, `Linear` and `LinearGeneral` of nnx, and what an
-        `Embed` of either `attend`s to, and what linen modules `tell_input`. A layer that contracts
-        several axes has the features of all of them, as its kernel lists them. Not observed are
-        layers in `nn.scan` and its like.
+      model: a flax.linen module or a flax.nnx model; of a converted one, `convert.original` of
+        it. Observed are `Dense` and `DenseGeneral` of linen, `Linear` and `LinearGeneral` of nnx,
+        and what an `Embed` of either `attend`s to, and what linen modules `tell_input`. A layer
+        that contracts several axes has the features of all of them, as its kernel lists them. Not
+        observed are layers in `nn.scan` and its like, nor in any transform of nnx.
       batches: what the model is called with: arrays, or tuples of arguments.
       variables: linen's variables; of linen modules only.
 
@@ -72,7 +74,7 @@ def moments(
         if not isinstance(model, nnx.Module):
             raise TypeError(
                 "calibrate.moments: needs a flax.linen module or a flax.nnx model, got "
-                f"model={type(model).__name__}"
+                f"model={type(model).__name__}; of a converted one pass convert.original(model)"
             )
         if variables is not None:
             raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
@@ -82,10 +84,13 @@ def moments(
     for batch in batches:
         batch_moments = observe(state, *(batch if isinstance(batch, tuple) else (batch,)))
         total = batch_moments if total is None else jax.tree.map(jnp.add, total, batch_moments)
+    if total is None:
+        raise ValueError("calibrate.moments: needs at least one batch, got none")
     if not total:
         raise ValueError(
-            "calibrate.moments: needs at least one batch and one dense layer, got "
-            f"{'no batch' if total is None else f'no dense layer in {type(model).__name__}'}"
+            f"calibrate.moments: needs a dense layer, got none in {type(model).__name__}; those in "
+            "nn.scan, in transforms of nnx and of converted models are not observed: of a "
+            "converted one pass convert.original(model)"
         )
     return total
 
@@ -119,18 +124,15 @@ def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
         layer.sow(_SOWN, name, x)
 
 
-def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) -> None:
+def _moment(x: jax.Array, axes: Sequence[int] = (-1,)) -> jax.Array:
     """Rows are all that is not contracted; features, of several axes, count as the kernel's do."""
     axes = contracted(axes, x.ndim)
     last = jnp.moveaxis(x, axes, range(-len(axes), 0))
     rows = last.reshape(-1, math.prod(x.shape[axis] for axis in axes)).astype(jnp.float32)
-    moment = jnp.matmul(rows.T, rows, precision="highest")
-    into[path] = into[path] + moment if path in into else moment
+    return jnp.matmul(rows.T, rows, precision="highest")
 
 
 def _moments_linen(model: nn.Module, variables: Mapping[str, Any], *args: object) -> Moments:
-    result: Moments = {}
-
     def intercept(
         call: Callable[..., Any],
         args: tuple[Any, ...],
@@ -143,16 +145,19 @@ def _moments_linen(model: nn.Module, variables: Mapping[str, Any], *args: object
             x = (*args, *options.values())[0]
             # Flax contracts axes in the order in which they lie, however they are named.
             axes = sorted(contracted(getattr(layer, "axis", -1), x.ndim))
-            _add(result, "/".join(layer.path), x, axes)
+            # A variable, since remat and jit hand on no other.
+            layer.sow(_SOWN, _MOMENT, _moment(x, axes), init_fn=lambda: 0, reduce_fn=jnp.add)
         return call(*args, **options)
 
     with nn.intercept_methods(intercept):
         applied: Any = model.apply(variables, *args, mutable=[_SOWN])
-    sown: Any = flatten_dict(applied[1].get(_SOWN, {}), sep="/")
-    for path, inputs in sown.items():
-        for x in inputs:
-            _add(result, path, x)
-    return result
+    sown: Any = flatten_dict(applied[1].get(_SOWN, {}))
+    return {
+        "/".join(path[:-1] if path[-1] == _MOMENT else path): (
+            value if path[-1] == _MOMENT else functools.reduce(jnp.add, map(_moment, value))
+        )
+        for path, value in sown.items()
+    }
 
 
 def _moments_nnx(graph: "nnx.GraphDef", state: "nnx.State", *args: object) -> Moments:
@@ -173,11 +178,14 @@ def _observed(
     product: Callable[..., jax.Array], into: Moments, path: Sequence[Any]
 ) -> Callable[..., jax.Array]:
     """A `dot_general`, or an embedding's `attend`, whose first operand is added to the moments."""
+    here, name = get_opaque_trace_state(convention="flax"), "/".join(map(str, path))
 
     def observed(lhs: jax.Array, *args: Any, **options: object) -> jax.Array:
-        # A dot_general's dimension numbers come after both operands.
-        axes = args[1][0][0] if len(args) > 1 else (-1,)
-        _add(into, "/".join(map(str, path)), lhs, axes)
+        # What a transform inside traces stays in it.
+        if get_opaque_trace_state(convention="flax") == here:
+            # A dot_general's dimension numbers come after both operands.
+            moment = _moment(lhs, args[1][0][0] if len(args) > 1 else (-1,))
+            into[name] = into[name] + moment if name in into else moment
         return product(lhs, *args, **options)
 
     return observed

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
@@ -31,6 +30,11 @@ AMAX_WITH_ROOM = scale_rules.ScaleRule(
 )
 
 
+Axis = int | tuple[int, ...]
+# What command lines call the ways to choose codes: by squared error, and `gptq`.
+SEARCHED, GPTQ = "mse", "gptq"
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Where a search begins and which stored scales around that it tries."""
@@ -41,7 +45,7 @@ class Search:
     largest: int  # likewise
 
 
-def search_for(scale: ScaleFormat, asked_by: str) -> Search:
+def search_for(scale: ScaleFormat, operation: str) -> Search:
     """What to try for a scale format: an octave up and down of FLOOR's, or of amax's."""
     if scale.kind == "exponent":
         return Search(scale_rules.FLOOR, (0, 1, -1), 0, 254)
@@ -51,7 +55,7 @@ def search_for(scale: ScaleFormat, asked_by: str) -> Search:
         # Codes of positive values are in the order of the values; the last one may be NaN.
         return Search(AMAX_WITH_ROOM, steps, octave, scale.element.max_code)
     raise ValueError(
-        f"{asked_by}: tries the neighbours of a stored scale, which takes scales in E8M0 or in a "
+        f"{operation}: tries the neighbours of a stored scale, which takes scales in E8M0 or in a "
         f"float of 8 bits, got scale={scale.name} of kind={scale.kind}; quantize by a scale_rule"
     )
 
@@ -61,24 +65,17 @@ def contracted(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(range(ndim)[each] for each in ((axis,) if isinstance(axis, int) else axis))
 
 
-def by_feature(w: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Weights as `[k, n]`: one row for each feature, counted along the axes in their order."""
-    front = jnp.moveaxis(w, axes, range(len(axes)))
-    return front.reshape(math.prod(w.shape[axis] for axis in axes), -1)
-
-
 def search_scales(
     w: jax.typing.ArrayLike,
     format: BlockFormat | str,
     *,
     axis: int | Sequence[int] = 0,
-    importance: jax.typing.ArrayLike | None = None,
     tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize with the scale of each block that leaves the smallest squared error.
 
     Tries the stored scales up to an octave around the one that the block's largest value asks for,
-    and takes the first with the smallest `sum h (q - w)^2`; under a tensor scale that it chooses
+    and takes the first with the smallest `sum (q - w)^2`; under a tensor scale that it chooses
     also around those of a plain cast, so that it never loses more than that. Larger ones clip
     nothing and are coarse; smaller ones clip the largest values and are finer for all others.
 
@@ -86,9 +83,6 @@ def search_scales(
       w: weights, float32, bfloat16 or float16, of any shape.
       format: a format with E8M0 or E4M3 scales, or its name.
       axis: the axis that a product contracts, or several; blocks lie along the last.
-      importance: h, at least 0, of shape `[k]`, where k is the length of the axis, or the product
-        of their lengths: how much each feature counts, e.g. the mean square of what it is
-        multiplied with, the diagonal of `moments`; default: 1.
       tensor_scale: of NVFP4, as `quantize` takes it; default: by w's largest value.
 
     Returns:
@@ -96,7 +90,7 @@ def search_scales(
       for rounding; its codes are the nearest ones under them.
 
     Raises:
-      ValueError: a format with other scales; importance of another shape, below zero or not finite.
+      ValueError: a format with other scales.
 
     Examples:
       >>> import jax, mx_jax
@@ -109,58 +103,38 @@ def search_scales(
     """
     w, format = jnp.asarray(w), block_format(format)
     search = search_for(format.scale, "search_scales")
-    axes = contracted(axis, w.ndim)
-    sizes = tuple(w.shape[each] for each in axes)
-    weights = jnp.ones(math.prod(sizes), jnp.float32) if importance is None else importance
-    if not (importance is None or isinstance(importance, Tracer)):
-        smallest, largest = np.min(importance, initial=0), np.max(importance, initial=0)
-        if not 0 <= smallest <= largest < math.inf:
-            raise ValueError(
-                "search_scales: importance must be finite and at least 0, got values from "
-                f"{smallest} to {largest}"
-            )
-    weights = jnp.asarray(weights, jnp.float32)
-    if weights.shape != (math.prod(sizes),):
-        raise ValueError(
-            "search_scales: importance must have one entry for each feature, got "
-            f"importance.shape={weights.shape} for w.shape={w.shape}, axis={axis}"
-        )
-    features = weights.reshape(*sizes, *(1,) * (w.ndim - len(axes)))
-    spread = jnp.broadcast_to(jnp.moveaxis(features, range(len(axes)), axes), w.shape)
-    where: dict[str, Any] = dict(axis=axes[-1], tensor_scale=tensor_scale)
-    first = quantize(w, format, scale_rule=search.first, **where)
-    best = _search(w, first, spread, search)
+    where: dict[str, Any] = dict(axis=contracted(axis, w.ndim)[-1], tensor_scale=tensor_scale)
+    best = _search(w, quantize(w, format, scale_rule=search.first, **where), search)
     if not format.tensor_scale or tensor_scale is not None:
         return best
     # A tensor scale with room for larger block scales may leave small blocks coarser ones.
-    plain = _search(w, quantize(w, format, **where), spread, search)
-    better = _squared_error(plain, w, spread) < _squared_error(best, w, spread)
+    plain = _search(w, quantize(w, format, **where), search)
+    better = _squared_error(plain, w) < _squared_error(best, w)
     return jax.tree.map(functools.partial(jnp.where, better), plain, best)
 
 
-def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array:
-    """`sum h (q - w)^2` over the blocks that are finite, up to a power of two of w's largest."""
+def _squared_error(q: MXArray, w: jax.Array) -> jax.Array:
+    """`sum (q - w)^2` over the blocks that are finite, up to a power of two of w's largest."""
     exact = w.astype(jnp.float32)
     largest = jnp.max(jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0), initial=0)
-    lost = importance * ((q.dequantize(jnp.float32) - exact) / power_of_two_up_to(largest)) ** 2
+    lost = ((q.dequantize(jnp.float32) - exact) / power_of_two_up_to(largest)) ** 2
     return jnp.sum(jnp.where(jnp.isnan(lost), 0, lost))
 
 
 def power_of_two_up_to(x: jax.Array) -> jax.Array:
     """The largest one up to x: relative to it, squares stay in float32's range."""
-    return float32.from_bits(jnp.maximum(float32.to_bits(x) & float32.INF, float32.HIDDEN))
+    return float32.from_bits(jnp.maximum(float32.float32_bits(x) & float32.INF, float32.HIDDEN))
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search) -> MXArray:
+@functools.partial(jax.jit, static_argnums=2)
+def _search(w: jax.Array, first: MXArray, search: Search) -> MXArray:
     pieces, inside = block_shapes.split(w, first.blocks)
-    weights, _ = block_shapes.split(importance, first.blocks)
     tensor_scale = first.tensor_scale
     if tensor_scale is not None:
         tensor_scale = block_shapes.spread(tensor_scale, inside)
     start = block_shapes.spread(first.scales, inside)
 
-    magnitudes = float32.to_bits(pieces) & float32.ABS
+    magnitudes = float32.float32_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
     data = scale_rules.BlockData(pieces, inside, amax, first.format, tensor_scale)
     unit = power_of_two_up_to(float32.from_bits(amax))
@@ -169,7 +143,7 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
         least, chosen = best
         moved = jnp.clip(start.astype(jnp.int32) + step, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, first.format.scale), start, moved.astype(jnp.uint8))
-        error = scale_rules.squared_error(data, scales, weights, unit)
+        error = scale_rules.squared_error(data, scales, unit)
         better = error < least
         return (jnp.where(better, error, least), jnp.where(better, scales, chosen)), None
 
@@ -180,6 +154,57 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
     return dataclasses.replace(
         first, codes=block_shapes.merge(codes, w.shape, inside), scales=lax.squeeze(scales, inside)
     )
+
+
+class Way(Protocol):
+    """From a weight to its codes.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> from mx_jax import convert
+      >>> def rounded_up(names, w, format, axis, looked_up):
+      ...     return mx_jax.quantize(w, format, axis=axis, scale_rule="ceil")
+      >>> params = {"up": {"kernel": jnp.full((64, 8), 5.0)}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
+      >>> up = convert.weights(params, rules, by=rounded_up, pack=False)["up"]
+      >>> up["kernel"].scale_values[0, :2]
+      Array([2, 2], dtype=float8_e8m0fnu)
+    """
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
+    ) -> MXArray:
+        """Quantize one weight.
+
+        Args:
+          names: paths that rules know its layer by.
+          w: of one layer, without the axes of a stack.
+          format: to quantize to.
+          axis: that the product contracts, or several; blocks lie along the last.
+          looked_up: whether it is a table that rows are looked up in.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedScales:
+    """By `search_scales`, which needs no data.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> from mx_jax import calibrate, convert
+      >>> params = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}
+      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("nvfp4"))
+      >>> up = convert.weights(params, rules, by=calibrate.SearchedScales(), pack=False)["up"]
+      >>> up["kernel"].format.name
+      'nvfp4'
+    """
+
+    def __call__(
+        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
+    ) -> MXArray:
+        """See `Way`."""
+        return search_scales(w, format, axis=axis)
 
 
 def output_error(
@@ -236,17 +261,17 @@ def output_error(
     return lost / whole if whole else math.inf if lost else 0.0
 
 
-def check_moment(moment: jax.typing.ArrayLike, asked_by: str) -> np.ndarray:
+def check_moment(moment: jax.typing.ArrayLike, operation: str) -> np.ndarray:
     """A sum or mean of `x x^T` as float64; ValueError for what cannot be one."""
     array = np.array(moment, np.float64)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not np.isfinite(array).all():
         raise ValueError(
-            f"{asked_by}: moment must be finite and have one row and one column for each feature, "
+            f"{operation}: moment must be finite and have one row and one column for each feature, "
             f"got moment.shape={array.shape}, finite={bool(np.isfinite(array).all())}"
         )
     if (smallest := np.diag(array).min(initial=0)) < 0:
         raise ValueError(
-            f"{asked_by}: moment must be positive semidefinite, as a sum of x x^T is, got "
+            f"{operation}: moment must be positive semidefinite, as a sum of x x^T is, got "
             f"{smallest} on its diagonal"
         )
     return array

@@ -8,12 +8,15 @@ the new index takes its place.
 import contextlib
 import dataclasses
 import functools
+import glob
 import itertools
 import json
 import math
 import numbers
+import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -26,7 +29,6 @@ import safetensors
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mx_jax.checkpoint.writers import remove_partial, replacing
 from mx_jax.codecs import packing
 
 # The format's dtypes, by its names for them.
@@ -61,6 +63,8 @@ WHOLE = "model.safetensors"
 # With what makes a later checkpoint's names its own before the numbers, where others that go by
 # names expect it; behind them it was before.
 NUMBERED = re.compile(r"model-([0-9a-f]{8}-)?(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
+# Suffix of what is not complete yet.
+_PARTIAL = ".mx_jax-partial"
 # Called with a tensor's name and its bytes once they are done.
 Step = Callable[[str, int], None]
 
@@ -69,6 +73,42 @@ def check_name(name: str, where: str) -> None:
     """ValueError for a tensor's name that a terminal would take for a command, or a line's end."""
     if not name.isprintable():
         raise ValueError(f"{where}: a tensor is called {name!r}: no name, but control characters")
+
+
+# Files that appear whole ----------------------------------------------------------------------
+
+
+def partial(path: Path) -> Path:
+    """Where a file or folder is made before it takes its place: beside it, under a new name."""
+    remove_partial(path.parent, f".{glob.escape(path.name)}")
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+
+
+def remove_partial(folder: Path, start: str) -> None:
+    """Remove what processes left that were killed; one that still writes it ends with an error."""
+    for left in folder.glob(f"{start}.{'[0-9a-f]' * 8}{_PARTIAL}"):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
+    path = Path(os.path.realpath(path))  # A link stays, as with `open`.
+    made = partial(path)
+    try:
+        with made.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            made.unlink()
+        named = (None, os.fspath(made))  # None where the disk is full
+        if isinstance(error, OSError) and error.errno is not None and error.filename in named:
+            error.filename = os.fspath(path)
+        raise
 
 
 # One file --------------------------------------------------------------------------------------

@@ -325,13 +325,13 @@ def _entries_of_weight(name: str, x: MXArray, row: Layout) -> dict[str, files.En
             f"whole {'blocks' if row.split else 'bytes'}, got {facts}"
         )
     dtypes = files.DTYPES[row.codes_dtype], files.DTYPES[row.scales_dtypes[0]]
-    if dtypes[0] in files.PACKED_BITS:  # in the file, by who writes it
-        bits = 8
+    # Of dtypes that a file packs, whoever writes it does.
+    bits = 8 if dtypes[0] in files.PACKED_BITS else bits
     last = (width // 32, 16) if row.split else (width * bits // 8,)
     count = math.prod(getattr(x.tensor_scale, "shape", ()))
     if row.tensor_scale is not None and count != 1:
         raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
-    how: Any = {"bits": bits, "scale_shape": row.scale_shape, "divides": row.divides}
+    how: Any = {"scale_shape": row.scale_shape, "divides": row.divides}
     entries = stored_parts(x, name, (*x.shape[:-1], *last), dtypes, **how)
     return dict(zip(row.parts(base).values(), entries, strict=True))
 

@@ -1,6 +1,7 @@
 """Scales of files, checked; exact values in float64; and whether they are plausible weights."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
@@ -44,11 +45,11 @@ def stored_parts(
     shape: tuple[int, ...],
     dtypes: tuple[np.dtype, np.dtype],
     *,
-    bits: int,
     scale_shape: tuple[int, ...],
     divides: bool = False,
 ) -> list[Entry]:
-    """A weight's codes in so many bits, scales and tensor scale, if any, as others store them."""
+    """A weight's codes, of that shape and dtype, scales and tensor scale, as others store them."""
+    bits = 8 * math.prod(shape) // max(x.size, 1)
 
     def codes() -> np.ndarray:
         return packing.pack(np.asarray(x.codes), bits).reshape(shape).view(dtypes[0])
@@ -151,14 +152,12 @@ def element_values(x: MXArray) -> np.ndarray:
 
 
 def encoded_scales(wanted: np.ndarray, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Scales in float64 as they are stored, and which of them are what was wanted, exactly."""
-    with np.errstate(all="ignore"):
-        if scale.kind == "divisor":
-            stored = (1 / wanted).astype(np.float32)
-            return stored, stored.astype(np.float64) * wanted == 1
-        if scale.is_float32:
+    """Scales in float64 as they are stored, and which of them are what was wanted, exactly; scales
+    that multiply."""
+    if scale.is_float32:
+        with np.errstate(all="ignore"):
             stored = wanted.astype(np.float32)
-            return stored, stored == wanted
+        return stored, stored == wanted
     table = np.array([scale.value(code) for code in range(256)])
     # No scale bears a sign, and the highest codes are NaN.
     fits = np.flatnonzero(np.isfinite(table) & ~np.signbit(table))

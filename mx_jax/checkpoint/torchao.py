@@ -179,8 +179,9 @@ def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], di
     shape = (*value.shape[:-1], value.shape[-1] * bits // 8)
     # One number has no axes there, one an expert three.
     whole = () if value.tensor_scale is None else value.tensor_scale.shape
-    how: Any = {"bits": bits, "scale_shape": () if math.prod(whole) == 1 else whole}
-    parts = stored_parts(value, name, shape, (codes, value.format.scale.dtype), **how)
+    whole = () if math.prod(whole) == 1 else whole
+    dtypes = (codes, value.format.scale.dtype)
+    parts = stored_parts(value, name, shape, dtypes, scale_shape=whole)
     roles = ROLES[: len(parts)]
     facts = {"_type": kind, "_data": data, "_tensor_data_names": roles}
     entries = {base(name) + role: entry for role, entry in zip(roles, parts, strict=True)}

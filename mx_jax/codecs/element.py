@@ -71,7 +71,7 @@ def encode(
     plain = rounding == NEAREST and saturate and near and not exponent
     if lowering.value.converts_float8 and plain and known_element(element) in _CONVERTED:
         return _converted(x, element, has_nan)
-    bits = float32.to_bits(x)
+    bits = float32.float32_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
     if rounding == NEAREST and near and element.kind == "int":
         return _fixed_point(bits, element, int(exponent), has_nan and not fits, fits)
@@ -101,7 +101,7 @@ def _converted(x: jax.Array, element: ElementFormat, has_nan: bool) -> jax.Array
     code = lax.bitcast_convert_type(native, jnp.uint8)
     if not has_nan:
         return code
-    sign = float32.bitwise_and(float32.shift_right(float32.to_bits(x), 24), element.sign_code)
+    sign = float32.bitwise_and(float32.shift_right(float32.float32_bits(x), 24), element.sign_code)
     nan = lax.convert_element_type(float32.bitwise_or(sign, element.nan_code or 0), jnp.uint8)
     return float32.select(lax.ne(x, x), nan, code)
 
@@ -127,7 +127,7 @@ def encode_products(
     for factor, unit in zip(factors, (149,) if len(factors) == 1 else (75, 74), strict=True):
         product = float32.mul(product, factor)
         # In integers: 2^-149 is a subnormal, and so would be what XLA makes of two constants.
-        lowered = float32.max(float32.sub(float32.to_bits(factor), unit << 23), 0)
+        lowered = float32.max(float32.sub(float32.float32_bits(factor), unit << 23), 0)
         linear = float32.mul(linear, float32.from_bits(lowered))
     half = _sum_of_digits(float32.max(product, linear), bits, element, saturate=True)
     code = _with_sign(half, bits, magnitude if has_nan else None, element)
@@ -154,7 +154,7 @@ def _sum_of_digits(
     value = lax.bitcast_convert_type(capped, jnp.float32)
     if element.kind == "int":
         # Fixed point: one digit is the last of all.
-        total = float32.to_bits(float32.add(value, 2.0 ** (element.emin + shift)))
+        total = float32.float32_bits(float32.add(value, 2.0 ** (element.emin + shift)))
         half = float32.bitwise_and(total, 0xFF)
         return half if at_most_max else _limit(half, bits, element, saturate)
     field = float32.max(float32.bitwise_and(capped, float32.INF), np.uint32(lowest << 23))
@@ -162,7 +162,7 @@ def _sum_of_digits(
     # An even number leaves the sum's last digit, which says what is even.
     offset = -(lowest << element.mantissa_bits) & 0xFF
     beside = float32.from_bits(float32.add(field, (shift << 23) + offset))
-    total = float32.to_bits(float32.add(value, beside))
+    total = float32.float32_bits(float32.add(value, beside))
     half = float32.add(total, float32.shift_right(field, shift))
     if at_most_max and element.has_negative_zero:
         return half
@@ -184,7 +184,7 @@ def _fixed_point(
         x = lax.clamp(np.float32(low), x, np.float32(high))
     # Half of its power of two to spare, which negative numbers take.
     beside = math.ldexp(1.5, 23 + exponent + element.emin - element.mantissa_bits)
-    codes = float32.to_bits(float32.add(x, beside))
+    codes = float32.float32_bits(float32.add(x, beside))
     if has_nan:
         nan = float32.gt(float32.bitwise_and(bits, float32.ABS), float32.INF)
         codes = float32.select(nan, 0, codes)
@@ -228,7 +228,7 @@ def _rounded_quotient(
     # 2^-127, for the largest scale, is half of the smallest normal.
     pattern = float32.max(float32.shift_left(float32.sub(127, exponent), 23), float32.HIDDEN >> 1)
     quotient = float32.mul(float32.from_bits(magnitude), float32.from_bits(pattern))
-    return _rounded_near(float32.to_bits(quotient), bits, 0, element, saturate)
+    return _rounded_near(float32.float32_bits(quotient), bits, 0, element, saturate)
 
 
 def _rounded_near(
@@ -249,7 +249,7 @@ def _rounded_near(
         capped = float32.min(magnitude, most)
         field = float32.max(float32.bitwise_and(capped, float32.INF), lowest << 23)
         beside = float32.from_bits(float32.add(field, shift << 23))
-        total = float32.to_bits(float32.add(float32.from_bits(capped), beside))
+        total = float32.float32_bits(float32.add(float32.from_bits(capped), beside))
         # The sum's digits beside those of `beside`, and the exponent's steps.
         digits = float32.add(float32.sub(total, field), float32.shift_right(field, shift))
         half = float32.sub(digits, (shift << 23) + (lowest << element.mantissa_bits))
@@ -323,7 +323,7 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
 
     def by_conversion(codes: jax.Array) -> jax.Array:
         native = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype)
-        pattern = float32.to_bits(native)
+        pattern = float32.float32_bits(native)
         nan = float32.gt(float32.bitwise_and(pattern, float32.ABS), float32.INF)
         return float32.select(nan, float32.NAN, pattern)
 
@@ -334,7 +334,9 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
         half = float32.bitwise_and(wide, element.sign_code - 1)
         fields = float32.shift_left(half, 23 - element.mantissa_bits)
         fields = float32.bitwise_or(fields, float32.shift_left(sign, 32 - element.bits))
-        return float32.to_bits(float32.mul(float32.from_bits(fields), 2.0 ** (127 - element.bias)))
+        return float32.float32_bits(
+            float32.mul(float32.from_bits(fields), 2.0 ** (127 - element.bias))
+        )
 
     def by_minimum(codes: jax.Array) -> jax.Array:
         # All are normal numbers. What reads as `(1 + m) 2^(emin - 1)` is `m 2^emin` if its exponent
@@ -344,13 +346,13 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
         fields = float32.shift_right(float32.bitwise_xor(wide, sign), 8 - element.exponent_bits)
         read = float32.from_bits(float32.add(fields, (126 + element.emin) << 23))
         doubled = float32.sub(float32.add(read, read), 2.0**element.emin)
-        pattern = float32.to_bits(float32.min(read, doubled))
+        pattern = float32.float32_bits(float32.min(read, doubled))
         return float32.bitwise_or(pattern, sign)
 
     def of_integers(codes: jax.Array) -> jax.Array:
         wide = float32.shift_left(lax.convert_element_type(codes, jnp.int32), 32 - element.bits)
         unit = 2.0 ** (element.bits - 32 + element.emin - element.mantissa_bits)
-        return float32.to_bits(float32.mul(lax.convert_element_type(wide, jnp.float32), unit))
+        return float32.float32_bits(float32.mul(lax.convert_element_type(wide, jnp.float32), unit))
 
     if known_element(element) in _CONVERTED:
         return platform_dependent(codes, cpu=in_integers, default=by_conversion)
@@ -372,7 +374,7 @@ def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
 
     def multiple(half: jax.Array) -> jax.Array:
         # `half * smallest_subnormal`: an exact integer, its exponent moved.
-        pattern = float32.to_bits(lax.convert_element_type(half, jnp.float32))
+        pattern = float32.float32_bits(lax.convert_element_type(half, jnp.float32))
         moved = float32.add(pattern, (element.emin - element.mantissa_bits) << 23)
         return float32.select(float32.eq(half, 0), 0, moved)
 

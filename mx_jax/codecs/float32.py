@@ -77,8 +77,8 @@ def clip(x: jax.Array, low: int, high: int) -> jax.Array:
     return lax.clamp(x.dtype.type(low), x, x.dtype.type(high))
 
 
-def to_bits(x: jax.Array) -> jax.Array:
-    """Int32 patterns of the float32 values equal to x; float32, bfloat16 or float16 input."""
+def float32_bits(x: jax.Array) -> jax.Array:
+    """The bits, as int32, of the float32 values equal to x: float32, bfloat16 or float16 input."""
     if x.dtype == jnp.bfloat16:
         high = lax.bitcast_convert_type(x, jnp.uint16)
         return shift_left(lax.convert_element_type(high, jnp.int32), 16)
@@ -87,7 +87,7 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def widened_bits(x: jax.Array) -> jax.Array:
-    """As `to_bits`, where converting bfloat16 flushes no subnormals, as on TPUs."""
+    """As `float32_bits`, where converting bfloat16 flushes no subnormals, as on TPUs."""
     return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 
 
@@ -140,6 +140,6 @@ def split_exponent_mantissa(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]
     # `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input: exponents of
     # subnormals are 0 to -22. Zero has exponent -149, below everything else, and mantissa 0.
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
-    as_float = to_bits(lax.convert_element_type(magnitude, jnp.float32))
+    as_float = float32_bits(lax.convert_element_type(magnitude, jnp.float32))
     pattern = select(lt(magnitude, HIDDEN), sub(as_float, 149 << 23), magnitude)
     return shift_right(pattern, 23), bitwise_and(pattern, MANTISSA)

@@ -145,12 +145,17 @@ def _index_axis(
             f"takes slices only; got index={item!r}; {_REMEDY}"
         )
     places: Any = item
-    if np.ndim(places) == 0:
-        places = places if isinstance(places, jax.Array) else operator.index(places)
+    if np.ndim(places) == 0 and not isinstance(places, jax.Array):
+        if not hasattr(places, "__index__"):
+            raise TypeError(f"MXArray index: needs ints, got {item!r} on axis={axis}; {_REMEDY}")
+        places = operator.index(places)
     return places, places, [None] * np.ndim(places)
 
 
 # Reshaping ----------------------------------------------------------------------------------------
+
+
+_PRIME = 2**61 - 1
 
 
 class Reshaped(NamedTuple):
@@ -211,15 +216,17 @@ def reshape_blocks(
     if new == shape:
         scale_shape = tensor_scale or (1,) * len(shape)
         return Reshaped(new, scales_shape(new, blocks), scale_shape, scale_shape, blocks)
-    if 0 in shape:
+    # An axis without entries goes alone: no other length has its factor.
+    before, after = (tuple(length or _PRIME for length in each) for each in (shape, new))
+    if math.prod(before) != math.prod(after):
         raise _cut_error(new, shape, blocks)
     sizes = {axis % len(shape): size for axis, size in blocks}
     scale_shape = (1,) * len(shape) if tensor_scale is None else tensor_scale
     spread, lengths, new_sizes = list(scale_shape), [1] * len(new), {}
-    for old_axes, new_axes in _groups(shape, new, sizes):
+    for old_axes, new_axes in _groups(before, after, sizes):
         blocked = [axis for axis in old_axes if axis in sizes]
         if blocked:
-            group_blocks = _blocks_of_group(old_axes, new_axes, shape, new, sizes)
+            group_blocks = _blocks_of_group(old_axes, new_axes, before, after, sizes)
             if group_blocks is None:
                 raise _cut_error(new, shape, blocks)
             new_sizes |= group_blocks

@@ -100,7 +100,7 @@ def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Arr
     of two float32 lies half-way between two others. Where one of the three is not normal, nothing
     changes.
     """
-    top, bottom, result = (float32.to_bits(x) for x in (numerator, denominator, near))
+    top, bottom, result = (float32.float32_bits(x) for x in (numerator, denominator, near))
     (top_exponent, top_digits), (bottom_exponent, bottom_digits) = map(_parts, (top, bottom))
     apart = top_exponent - bottom_exponent + (127 + 23)
     is_normal = (top_exponent > 0) & (top_exponent < 255) & (bottom_exponent > 0)
@@ -249,7 +249,7 @@ def over_float_scale(
     values = platform_dependent(
         values,
         tpu=lambda x: lax.convert_element_type(x, jnp.float32),
-        default=lambda x: float32.from_bits(float32.to_bits(x)),
+        default=lambda x: float32.from_bits(float32.float32_bits(x)),
     )
     if format.scale.kind == "divisor":
         return float32.mul(values, scale)
@@ -315,10 +315,10 @@ def decode_scaled(
     elif tensor_scale is not None:
         small = is_tiny(tensor_scale)
         scale = lift(tensor_scale, small) * scale
-        return lower(float32.to_bits(values * scale), small)
+        return lower(float32.float32_bits(values * scale), small)
     divides = format.scale.kind == "divisor"
     product = divide_elements(values, scale) if divides else values * scale
-    return float32.to_bits(product)
+    return float32.float32_bits(product)
 
 
 def may_decode_normal(x: block_shapes.Blocked, exponent: int) -> bool:
@@ -400,23 +400,23 @@ _TINY = (127 - 100) << 23
 
 def is_tiny(tensor_scale: jax.Array) -> jax.Array:
     """Where a tensor scale, which is positive, is below 2^-100."""
-    return float32.lt(float32.to_bits(tensor_scale), _TINY)
+    return float32.lt(float32.float32_bits(tensor_scale), _TINY)
 
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
     """Float32 values, times 2^64 where asked; subnormals are the numbers that they are."""
 
     def by_parts(values: jax.Array, where: jax.Array) -> jax.Array:
-        bits = float32.to_bits(values)
+        bits = float32.float32_bits(values)
         magnitude = float32.bitwise_and(bits, float32.ABS)
         # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
         number = lax.convert_element_type(magnitude, jnp.float32)
-        small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
+        small = float32.float32_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
         small = float32.from_bits(float32.bitwise_or(small, float32.bitwise_xor(bits, magnitude)))
         is_small = float32.lt(magnitude, float32.HIDDEN)
         return jnp.where(where, select(is_small, small, float32.mul(values, 2.0**LIFT)), values)
 
-    values = float32.from_bits(float32.to_bits(x))
+    values = float32.from_bits(float32.float32_bits(x))
     by_product = functools.partial(_times_factor, factor=2.0**LIFT)
     return platform_dependent(values, where, cuda=by_product, rocm=by_product, default=by_parts)
 
@@ -425,7 +425,7 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
     """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal."""
 
     def by_product(bits: jax.Array, where: jax.Array) -> jax.Array:
-        return float32.to_bits(_times_factor(float32.from_bits(bits), where, 2.0**-LIFT))
+        return float32.float32_bits(_times_factor(float32.from_bits(bits), where, 2.0**-LIFT))
 
     def by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
         magnitude = float32.bitwise_and(bits, float32.ABS)
@@ -433,7 +433,7 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
         # addition rounds, to nearest and ties to even, and what it adds to the pattern is the
         # result's pattern.
         beside = float32.add(float32.from_bits(magnitude), 2.0**-62)
-        subnormal = float32.sub(float32.to_bits(beside), (127 - 62) << 23)
+        subnormal = float32.sub(float32.float32_bits(beside), (127 - 62) << 23)
         lowered = float32.sub(magnitude, LIFT << 23)
         lowered = select(float32.lt(magnitude, (127 - 62) << 23), subnormal, lowered)
         fixed = float32.ge(magnitude, float32.INF) | ~where

@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.calibrate.ways import GPTQ
+from mx_jax.calibrate.scales import GPTQ
 from mx_jax.checkpoint.files import Entry, deferred
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.scales import decoded, effective_scales

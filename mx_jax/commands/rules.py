@@ -14,8 +14,7 @@ import numpy as np
 
 from mx_jax.axes import Axes
 from mx_jax.calibrate import gptq, search_scales
-from mx_jax.calibrate.scales import search_for
-from mx_jax.calibrate.ways import GPTQ, SEARCHED
+from mx_jax.calibrate.scales import GPTQ, SEARCHED, search_for
 from mx_jax.checkpoint.files import Entry
 from mx_jax.checkpoint.weights import Weights, on_device
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint import files, writers
+from mx_jax.checkpoint import files
 from mx_jax.checkpoint.foreign import entries_of
 from mx_jax.checkpoint.gguf import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config, named
@@ -123,7 +123,8 @@ def _is_there(path: Path) -> str:
 
 def check_replaceable(out: Path, source: Path) -> None:
     """ValueError for an output that is part of the input, or a folder whose files would be lost."""
-    writers.check_apart(out, source)
+    if _identities(out) & _identities(source):
+        raise ValueError(f"{out} is what is read; write to another place")
     if out.exists() and not (out.is_file() or out.is_dir()):
         raise ValueError(f"{out} is a device or a pipe; name a file, or a new one")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
@@ -142,6 +143,13 @@ def check_replaceable(out: Path, source: Path) -> None:
             and not files.NUMBERED.match(path.name)
         ):
             raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
+
+
+def _identities(path: Path) -> set[tuple[int, int]]:
+    """Of a path and, of a folder, the files in it: the same for all links to a file."""
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+    facts = [os.stat(file) for file in (path, *files) if file.exists()]
+    return {(each.st_dev, each.st_ino) for each in facts}
 
 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
@@ -214,7 +222,7 @@ def write_out(
         _write_tensors(options, out, weights, tensors, layout)
     else:
         # The folder appears when it is complete, made beside its place.
-        made = writers.partial(out)
+        made = files.partial(out)
         made.mkdir()
         try:
             path = made / files.WHOLE if largest is None else made
@@ -267,7 +275,7 @@ def _write_beside(
             if path.name == "config.json":
                 _write_config(path, made, stated)
             else:
-                with writers.replacing(made / path.name) as file:
+                with files.replacing(made / path.name) as file:
                     file.write(path.read_bytes())
         # ModelOpt's loaders read a second file as well.
         if stated is not None and "quant_algo" in stated:

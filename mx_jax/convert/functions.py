@@ -9,7 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from mx_jax.convert import jaxpr
-from mx_jax.convert.rules import Decision, Report, Rule, as_rules
+from mx_jax.convert.products import OPERATIONS
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr import read
 from mx_jax.jaxpr.rewrite import Plan, Rewritten
 from mx_jax.nn.layers import RNG_STREAM
@@ -20,6 +21,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 # Positions and names of arguments.
 Arguments = tuple[int | str, ...]
+# A call's `rngs` with a key for rounding, in errors.
+_KEY = f"{{{RNG_STREAM!r}: key}}"
 
 
 def function(
@@ -118,10 +121,9 @@ class ConvertedFunction(Generic[P, R]):
         # Of this object alone, so that what the function closes over goes when it goes.
         def run(static: "_Static", arrays: list[Any], key: Key) -> R:
             plan, decisions, by_plan = _traced(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=decisions)
-            result.check("convert.function", self.strict, self._used)
-            self._used.update(result.used)
-            _check_key(key, plan, _name_of(self.function))
+            report = Report(rules=self.rules, decisions=decisions)
+            report.check("convert.function", self.strict, self._used)
+            _check_key(key, plan, f"call {_name_of(self.function)}(..., rngs={_KEY})")
             return by_plan(arrays, key)
 
         run.__name__ = run.__qualname__ = _name_of(self.function)
@@ -178,22 +180,28 @@ def traced_call(
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
     within: str = "",
-) -> tuple[tuple[Decision, ...], Callable[[Key], Any]]:
-    """A pure call of a model: the decisions about its products, and its result by a key, with them
-    made anew."""
+) -> tuple[tuple[Decision, ...], Callable[..., Any]]:
+    """A pure call of a model: the decisions about its products, and about layers that no rule could
+    reach; and its result by a key, with the products made anew."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
     # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing_for(rules):
         plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
 
-    def run(key: Key) -> Any:
-        _check_key(key, plan, "apply")
+    def run(key: Key, remedy: str = f"call apply(..., rngs={_KEY})") -> Any:
+        _check_key(key, plan, remedy)
         return by_plan(arrays, key)
 
     # Those of a module that is called again are the same.
     layers = {(decision.layer.path, decision.layer.kernel): decision for decision in decisions}
-    return tuple(layers.values()), run
+    paths = {path for path, _ in layers}
+    kept = (
+        decide((), Layer(path=path, type=module.type, obstacle=module.obstacle))
+        for path, module in modules.items()
+        if module.obstacle and path not in paths and not issubclass(module.type, OPERATIONS)
+    )
+    return (*layers.values(), *kept), run
 
 
 def _traced(
@@ -221,13 +229,13 @@ def _traced(
     return plan, decisions, by_plan
 
 
-def _check_key(key: Key, plan: Plan, name: str) -> None:
+def _check_key(key: Key, plan: Plan, remedy: str) -> None:
     for recipe in jaxpr.recipes_of(plan):
         # Gradients raise an error of their own.
         if key is None and recipe.output.is_stochastic:
             raise ValueError(
                 f"convert.function: recipe {recipe.name!r} draws random bits and needs the "
-                f"{RNG_STREAM!r} stream; call {name}(..., rngs={{{RNG_STREAM!r}: key}})"
+                f"{RNG_STREAM!r} stream; {remedy}"
             )
 
 

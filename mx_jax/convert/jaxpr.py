@@ -18,9 +18,11 @@ from jax.extend.core import (
 from jax.extend.core.primitives import convert_element_type_p, transpose_p
 from jax.sharding import PartitionSpec
 
+from mx_jax.axes import Axes
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.convert.products import (
+    ADAPTERS,
     ATTENTION_PRODUCTS,
     ATTENTIONS,
     EMBEDDINGS,
@@ -91,13 +93,18 @@ def in_module(path: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """What rules know of a module whose call is traced: its class, and fields of `Layer`."""
+    """What rules know of a module whose call is traced.
+
+    Attributes:
+      type: its class.
+      aliases: other paths of a module that the model holds in several places.
+      obstacle: why its products stay as they are, or None.
+      spec: how its kernel is sharded.
+    """
 
     type: type
     aliases: tuple[str, ...] = ()
-    # In place of what the trace shows.
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # How its kernel is sharded.
+    obstacle: str | None = None
     spec: PartitionSpec | None = None
 
 
@@ -225,7 +232,13 @@ def planned(
             for base in (module, *known.aliases)
             for name_in_module in names
         )
-        facts |= known.facts
+        if issubclass(known.type, EMBEDDINGS) and facts["shape"]:
+            # Looked up in, or multiplied by as it lies transposed, it is one table.
+            table = {"kernel": facts["shape"][::-1], "axes": Axes.ordered()}
+            facts |= table | {"named_only": True}
+        if issubclass(known.type, ADAPTERS):
+            facts |= {"named_only": True, "product": None}
+        facts["obstacle"] = known.obstacle or facts["obstacle"]
         decision = decide(rules, Layer(path=path, aliases=tuple(aliases), **facts))
         decisions.append(decision)
         recipe = decision.recipe

@@ -15,23 +15,13 @@ import flax.linen as nn
 import jax
 from flax.core import freeze
 from flax.linen.module import InterceptorContext
-from jax.sharding import PartitionSpec
 
-from mx_jax.axes import Axes
-from mx_jax.convert.flax_layers import users_choice
 from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
-from mx_jax.convert.rules import (
-    Decision,
-    Layer,
-    Report,
-    Rule,
-    as_rules,
-    decide,
-)
+from mx_jax.convert.products import users_choice
+from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.ops.arguments import Key
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -162,15 +152,15 @@ class ConvertedModule:
 
     def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
         """As `flax.linen.Module.init_with_output`."""
-        seen, run = _Seen(self.module, self.rules), self.module.init_with_output
-        with nn.intercept_methods(seen):
+        scopes, run, shown = _Scopes(self.module, self.rules), self.module.init_with_output, ()
+        with nn.intercept_methods(scopes):
             # What it computes is thrown away, so its products stay as they are.
             result = run(*args, **kwargs)
-            report = Report(rules=self.rules, decisions=seen.decisions)
-            if len(report.used | self._used) < len(self.rules):
-                seen.traced(run, args, kwargs)
+            if len(self._used) < len(self.rules):
+                shown, _ = traced_call(run, args, kwargs, self.rules, scopes.modules)
         # It makes the parameters of all layers, whichever method it runs.
-        self._check(seen, whole=True)
+        report = Report(rules=self.rules, decisions=shown)
+        report.check("convert.linen", self.strict, self._used)
         return result
 
     def apply(self, *args: object, **kwargs: Any) -> Any:
@@ -178,20 +168,17 @@ class ConvertedModule:
         rngs = kwargs.get("rngs")
         streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
         key = streams.get(RNG_STREAM, streams.get("params"))
-        seen = _Seen(self.module, self.rules)
-        with nn.intercept_methods(seen):
-            result = seen.traced(self.module.apply, args, kwargs, within="['params']")(key)
+        scopes, run = _Scopes(self.module, self.rules), self.module.apply
+        with nn.intercept_methods(scopes):
+            shown, by_key = traced_call(run, args, kwargs, self.rules, scopes.modules, "['params']")
+            result = by_key(key)
         # The method may be a function that calls submodules directly.
         called = kwargs.get("method") or "__call__"
-        self._check(seen, whole=getattr(called, "__name__", called) == "__call__")
+        report = Report(rules=self.rules, decisions=shown)
+        if getattr(called, "__name__", called) == "__call__":
+            report.check("convert.linen", self.strict, self._used)
+        self._used.update(report.used)
         return result
-
-    def _check(self, seen: "_Seen", whole: bool) -> None:
-        # If the method meets the whole module, rules that matched no layer are warned of.
-        result = Report(rules=self.rules, decisions=seen.decisions)
-        if whole:
-            result.check("convert.linen", self.strict, self._used)
-        self._used.update(result.used)
 
 
 def decisions(
@@ -205,11 +192,11 @@ def decisions(
     module = linen(module, rules).module
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
-    seen = _Seen(module, rules)
-    with nn.intercept_methods(seen):
+    scopes = _Scopes(module, rules)
+    with nn.intercept_methods(scopes):
         # The parameters that init makes come of its keys alone.
-        seen.traced(module.init_with_output, (rngs, *args), kwargs)
-    return seen.decisions
+        run = module.init_with_output
+        return traced_call(run, (rngs, *args), kwargs, rules, scopes.modules)[0]
 
 
 # Modules -----------------------------------------------------------------------------------------
@@ -228,7 +215,7 @@ class _Anew:
 _numbers = itertools.count()
 
 
-class _Seen:
+class _Scopes:
     """An interceptor of Flax's for one call of a converted module. It describes the modules in it,
     by path, and puts their products in scopes of their names. It changes a call only for parameters
     that are codes."""
@@ -237,30 +224,6 @@ class _Seen:
         self.rules, self.name = rules, module.name
         self.gathers = any(rule.quantizes and rule.quantizes.gather for rule in rules)
         self.modules: dict[str, Module] = {}
-        # In the order of the trace, each once; and layers that no rule could reach, in case nothing
-        # else is said of them.
-        self.decided: dict[Any, Decision] = {}
-        self.bare: dict[str, Layer] = {}
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """What the rules say of the layers that were met."""
-        known = {path for path, _ in self.decided}
-        bare = [layer for path, layer in self.bare.items() if path not in known]
-        return (*self.decided.values(), *(decide((), layer) for layer in bare))
-
-    def traced(
-        self, run: Call, args: Args, kwargs: Kwargs, within: str = ""
-    ) -> Callable[[Key], Any]:
-        """The result by a key of a call of the module, whose products are made anew."""
-        decisions, by_key = traced_call(run, args, kwargs, self.rules, self.modules, within)
-        self.learn(decisions)
-        return by_key
-
-    def learn(self, decisions: Sequence[Decision]) -> None:
-        """Keep what the rules say of layers."""
-        for decision in decisions:
-            self.decided.setdefault((decision.layer.path, decision.layer.kernel), decision)
 
     def __call__(self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         layer, scope = context.module, context.module.scope
@@ -271,53 +234,37 @@ class _Seen:
             # A submodule that the model applies to parameters of its own making has no path.
             path = layer.name or ""
         scope.flags = freeze({**scope.flags, "mx_jax": _ANEW})
-        overrides = {}
-        if not isinstance(layer, mx_linen.StoredParams):
-            # A `param` that takes quantized weights, for whatever module is not ours.
-            param = functools.partial(type(layer).param, layer)
-            overrides = {"param": functools.partial(mx_linen.stored_param, layer, param)}
         with contextlib.ExitStack() as stack:
             if context.method_name != "setup":
                 if path not in self.modules:
-                    self.modules[path] = self._described(layer, path)
+                    self.modules[path] = self._described(layer)
                 if tracing.value == self.rules:
                     stack.enter_context(in_module(path))
-            stack.enter_context(overriding(layer, overrides))
+            if not isinstance(layer, mx_linen.StoredParams):
+                stack.enter_context(_storing(layer))
             return call(*args, **kwargs)
 
-    def _described(self, layer: nn.Module, path: str) -> Module:
-        if isinstance(layer, nn.Embed):
-            kernel, axes = (layer.num_embeddings, layer.features), Axes.ordered()
-            facts = {"kernel": kernel, "shape": kernel[::-1], "axes": axes, "named_only": True}
-            return Module(type(layer), facts=facts, spec=self._spec(layer, "embedding"))
-        is_operation = isinstance(layer, mx_linen.Operation)
-        obstacle = "has its own recipe" if is_operation else users_choice(layer)
-        if obstacle is None:
-            return Module(type(layer), spec=self._spec(layer, "kernel"))
-        if not is_operation:
-            self.bare[path] = Layer(path=path, type=type(layer), obstacle=obstacle)
-        return Module(type(layer), facts={"obstacle": obstacle})
-
-    def _spec(self, layer: nn.Module, name: str) -> PartitionSpec | None:
-        return mx_linen.linen_spec(layer, name) if self.gathers else None
+    def _described(self, layer: nn.Module) -> Module:
+        name = "embedding" if isinstance(layer, nn.Embed) else "kernel"
+        spec = mx_linen.linen_spec(layer, name) if self.gathers else None
+        return Module(type(layer), obstacle=users_choice(layer), spec=spec)
 
 
 _ANEW = _Anew()
 
 
 @contextlib.contextmanager
-def overriding(layer: object, overrides: dict[str, Any]) -> Iterator[None]:
-    """Override a layer's attributes for one call, past Flax's checks: no other thread has it."""
-    attributes = vars(layer)
-    before = {name: attributes[name] for name in overrides if name in attributes}
-    for name, value in overrides.items():
-        object.__setattr__(layer, name, value)
+def _storing(layer: nn.Module) -> Iterator[None]:
+    """Have `param` of a module that is not ours take quantized weights, for one call."""
+    # Past Flax's checks: no other thread has the module.
+    before = vars(layer).get("param")
+    param = functools.partial(type(layer).param, layer)
+    object.__setattr__(layer, "param", functools.partial(mx_linen.stored_param, layer, param))
     try:
         yield
     finally:
-        for name in overrides:
-            if name in before:
-                object.__setattr__(layer, name, before[name])
-            else:
-                # A method of the class, which the override hid.
-                object.__delattr__(layer, name)
+        if before is None:
+            # A method of the class, which was hidden.
+            object.__delattr__(layer, "param")
+        else:
+            object.__setattr__(layer, "param", before)

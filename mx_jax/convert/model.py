@@ -23,8 +23,7 @@ def report(
 ) -> Report:
     """Every layer's decision, as a table to print, and the rules that matched nothing.
 
-    Nothing is computed: the call is traced abstractly. A flax.nnx model without example arguments
-    is walked instead: products that its own code makes are missing then.
+    Nothing is computed: the call is traced abstractly.
 
     Args:
       model: of flax.linen or flax.nnx, or a function, converted or not.
@@ -70,8 +69,7 @@ def report(
             linen_model.refuse_wrapper(model, "convert.report")
         decisions = functions.decisions if callable(model) else decisions
     result = Report(rules=rules, decisions=decisions(model, rules, *args, **options))
-    if all(decision.reason != nnx_model.UNSEEN for decision in result.decisions):
-        result.check("convert.report", strict)
+    result.check("convert.report", strict)
     return result
 
 

@@ -4,34 +4,29 @@ Its call is traced, and what it multiplies is made anew in the jaxpr, as `conver
 Modules become of a subclass whose methods stand in scopes of their names, which nnx has none of.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx as flax_nnx
+from flax.nnx import bridge
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert.flax_layers import KnownLayer, known_layer
+from mx_jax.axes import Axes
 from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
-from mx_jax.convert.rules import (
-    Decision,
-    Layer,
-    Report,
-    Rule,
-    as_rules,
-    decide,
-)
+from mx_jax.convert.products import conv_obstacle, shape_in_product, users_choice
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr.read import of_arrays
 from mx_jax.nn.layers import nnx_spec
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key
-from mx_jax.recipes import Recipe
 
 M = TypeVar("M", bound=flax_nnx.Module)
-UNSEEN = "its products show in a call: give the report example arguments"
 
 
 def nnx(
@@ -40,6 +35,7 @@ def nnx(
     *,
     rngs: flax_nnx.Rngs | None = None,
     strict: bool = False,
+    methods: Sequence[str] = (),
 ) -> M:
     """A copy of a model whose layers follow rules. It shares the model's Variables.
 
@@ -49,9 +45,8 @@ def nnx(
     copy's layers is static and compares by value: a rebuilt model does not retrace.
 
     The call of the model, or of a part of it, is traced, and what it multiplies is made anew in the
-    jaxpr, as by `convert.function`: `convert.report` with example arguments lists it. A warning of
-    rules that match nothing comes when the model is first called, or at once if its layers are all
-    of kinds that are known before.
+    jaxpr, as by `convert.function`: `convert.report` lists it. A warning of rules that match
+    nothing comes when the model is first called.
 
     Only stochastic recipes add state: a stream `"quantize"` in each layer that has one, and one in
     the model. In a stack made by nnx.vmap it has a key for each layer, along the parameters'
@@ -64,14 +59,17 @@ def nnx(
       rngs: streams, if a recipe draws random bits; `"quantize"` or the default one is forked.
         Where gradients alone draw, evaluation needs none.
       strict: whether a rule that matched nothing is an error instead of a warning.
+      methods: names of methods that are called from outside, as `"encode"`, beside `__call__` and
+        `attend`. Such a call is traced; another runs as it is written, so that its products outside
+        of modules that it calls stay.
 
     Returns:
       A model of the same type, or of a subclass that looks like it.
 
     Raises:
       TypeError: not a flax.nnx module, or not rules.
-      ValueError: rngs missing, and a forward product draws; with strict, a rule that matched
-        nothing.
+      ValueError: rngs missing, and a forward product draws; a method that no module has; with
+        strict, a rule that matched nothing.
 
     Examples:
       >>> from flax import nnx
@@ -82,10 +80,13 @@ def nnx(
       >>> quantized(jnp.ones((4, 32))).shape, quantized.layers[0].kernel is model.layers[0].kernel
       ((4, 64), True)
     """
-    rules = as_rules(rules, "convert.nnx")
-    copy, result = converted(model, rules, rngs, strict, always=False)
-    if not hasattr(copy, "mx_call"):
-        result.check("convert.nnx", strict)
+    copy = converted(model, as_rules(rules, "convert.nnx"), rngs, strict, tuple(methods))
+    public = {name for _, layer in layers_of(copy) for name in _methods_of(class_of(layer))}
+    if missing := {*methods} - public:
+        raise ValueError(
+            "convert.nnx: methods must be names of public methods of the model or its layers, got "
+            f"methods={tuple(methods)}, and no module has {', '.join(map(repr, sorted(missing)))}"
+        )
     return copy
 
 
@@ -94,20 +95,34 @@ def converted(
     rules: tuple[Rule, ...],
     rngs: flax_nnx.Rngs | None,
     strict: bool | None = None,
-    *,
-    always: bool = True,
-) -> tuple[M, Report]:
-    """The result of `nnx`, and the decisions about its layers. Unless always, calls are traced only
-    where rules quantize."""
-    # One whose call is traced is checked there, as strict says: the trace shows other products.
-    copy = original(model)
-    plans = list(_plans(copy, rules))
-    judged = tuple(plan.product for plan in plans if plan.product is not None)
-    report = Report(rules=rules, decisions=judged)
-    # Rules that matched nothing may match products that a call alone shows.
-    if always or report.unused or any(rule.quantizes for rule in rules):
-        _trace_calls(plans, _Conversion(rules, strict, {}, judged), rngs)
-    return copy, report
+    methods: tuple[str, ...] = (),
+) -> M:
+    """The result of `nnx`; with strict=None there is no warning of rules that match nothing."""
+    copy, conversion = original(model), _Conversion(rules, strict, (*_CALLS, *methods))
+    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+    has_stream = rngs is not None and not {RNG_STREAM, "default"}.isdisjoint(rngs)
+    for paths, layer in list(layers_of(copy)):
+        path, known = paths[0], known_layer(layer)
+        # The whole model's call warns of rules that matched nothing.
+        if known is None and path and not _may_multiply(layer):
+            continue
+        conversion.modules[path] = _described(layer, paths[1:], known)
+        # Products of other layers draw from the stream of the call that they are in.
+        decision = known and decide(rules, as_layer(paths, layer, known.facts))
+        recipe = None if decision is None else decision.recipe
+        if rngs is not None and has_stream:
+            if (not path and draws) or (recipe is not None and recipe.is_stochastic):
+                # For one layer, or for each of a stack.
+                key = rngs[RNG_STREAM]()
+                sizes = () if known is None else known.stack
+                keys = jax.random.split(key, sizes) if sizes else key
+                layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
+        elif recipe is not None and recipe.output.is_stochastic:
+            # Where gradients alone draw, they raise an error of their own.
+            raise missing_stream(f"convert.nnx: {path!r}", recipe, rngs)
+        layer.mx_call = flax_nnx.static(_Call(conversion, path))
+        object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
+    return copy
 
 
 def original(model: M) -> M:
@@ -128,69 +143,109 @@ def original(model: M) -> M:
 def decisions(
     model: Any, rules: tuple[Rule, ...], *args: object, **kwargs: object
 ) -> tuple[Decision, ...]:
-    """What rules say of a model's layers, and of products that an abstract call shows."""
-    copy, report = converted(model, rules, flax_nnx.Rngs(0))
-    if args or kwargs:
-        graph, state = flax_nnx.split(copy)
+    """What rules say of a model's layers, from an abstract trace of its call."""
+    copy: Any = converted(model, rules, flax_nnx.Rngs(0))
+    graph, state = flax_nnx.split(copy)
 
-        def call(state: object, *args: object, **kwargs: object) -> None:
-            flax_nnx.merge(graph, state)(*args, **kwargs)
+    def call(state: object, *args: object, **kwargs: object) -> None:
+        flax_nnx.merge(graph, state)(*args, **kwargs)
 
-        jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
-        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else report.decisions
-    judged: list[Decision] = []
-    for plan in _plans(original(model), rules):
-        if plan.product is not None:
-            judged.append(plan.product)
-        # In its place, if only a call shows what the module's matrix is multiplied by.
-        elif (matrix := matrix_of(plan.layer)) is not None:
-            facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
-            judged.append(decide((), as_layer(plan.paths, plan.layer, facts)))
-    return tuple(judged)
+    jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
+    return tuple(copy.mx_call.model.decisions)
 
 
 # Layers -------------------------------------------------------------------------------------------
 
+# They multiply nothing, or elementwise.
+WITHOUT_PRODUCT = (
+    flax_nnx.BatchNorm,
+    flax_nnx.Dropout,
+    flax_nnx.GroupNorm,
+    flax_nnx.LayerNorm,
+    flax_nnx.RMSNorm,
+)
+
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A module, and the decision about its product where it is known."""
+class KnownLayer:
+    """A layer of flax.nnx whose kernel is known.
 
-    layer: Any
-    paths: tuple[str, ...]
-    known: KnownLayer | None
-    product: Decision | None
+    Attributes:
+      kernel: its variable.
+      stack: the leading axes of a stack of such layers, of nnx.vmap.
+      facts: fields of `Layer`.
+    """
 
-    @property
-    def recipe(self) -> Recipe | None:
-        return None if self.product is None else self.product.recipe
-
-    @property
-    def shows_in_a_call(self) -> bool:
-        """Whether the module may multiply, and nothing but its call shows what."""
-        flaxs = class_of(self.layer).__module__.startswith("flax.")
-        multiplies = not isinstance(self.layer, _WITHOUT_PRODUCT)
-        return self.known is None and multiplies and (callable(self.layer) or not flaxs)
-
-    @property
-    def module(self) -> Module:
-        """The module as rules see it in a trace."""
-        facts, spec = dict[str, Any](), None
-        if isinstance(self.layer, _ADAPTERS):
-            facts = {"named_only": True, "product": None}
-        if (known := self.known) is not None:
-            if isinstance(self.layer, flax_nnx.Embed) or known.facts["obstacle"] is not None:
-                facts = known.facts
-            spec = nnx_spec(known.kernel)
-            spec = None if spec is None else PartitionSpec(*spec[len(known.stack) :])
-        return Module(class_of(self.layer), self.paths[1:], facts, spec)
+    kernel: Any
+    stack: tuple[int, ...]
+    facts: dict[str, Any]
 
 
-def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
-    for paths, layer in layers_of(model):
-        known = known_layer(layer)
-        product = known and decide(rules, as_layer(paths, layer, known.facts))
-        yield _Plan(layer, paths, known, product)
+def known_layer(layer: object) -> KnownLayer | None:
+    """What is known of a layer of flax.nnx; None if its call alone shows its products."""
+    kernel: Any = getattr(layer, "kernel", None)
+    named_only, obstacle = False, None
+    if isinstance(layer, flax_nnx.Linear | flax_nnx.LinearGeneral):
+        sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
+        batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
+        ndim = batch + contracting + kept
+        axes = Axes.ordered(batch=batch, kept=kept, contracting=contracting, k_first=True)
+        axes = axes if contracting else None
+    elif isinstance(layer, flax_nnx.Einsum):
+        ndim = len(layer.kernel_shape)
+        axes = einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
+    elif isinstance(layer, flax_nnx.Conv):
+        ndim, named_only = len(layer.kernel_shape), True
+        axes = Axes.ordered(contracting=ndim - 1, k_first=True)
+        obstacle = conv_obstacle(layer.feature_group_count, layer.input_dilation)
+    elif isinstance(layer, flax_nnx.Embed):
+        ndim, named_only, kernel = 2, True, layer.embedding
+        axes = Axes.ordered()
+    else:
+        return None
+    stored = tuple(kernel.shape)
+    split = len(stored) - ndim
+    single = stored[split:]
+    shape = shape_in_product(axes, single)
+    if shape is not None and isinstance(layer, flax_nnx.Conv):
+        shape = (math.prod(single[:-2]), *single[-2:])
+    facts = {
+        "kernel": stored,
+        "shape": shape,
+        "named_only": named_only,
+        "obstacle": (obstacle if shape else "contracts no axis") or users_choice(layer),
+        "axes": axes,
+    }
+    return KnownLayer(kernel, stored[:split], facts)
+
+
+def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
+    """A kernel's axes in an einsum of inputs and kernel; None if it contracts none of them."""
+    inputs, _, out = subscripts.replace(" ", "").partition("->")
+    left, _, letters = inputs.partition(",")
+    # An ellipsis stands for axes that nothing contracts, in all operands that have it.
+    ellipsis = len(kernel) - len(letters.replace("...", ""))
+    letters = letters.replace("...", "." * ellipsis)
+    left = left.replace("...", "." if "." in letters else "")
+    if len(letters) != len(kernel):
+        return None
+    batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
+    kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
+    # Blocks run along the last contracted letter in the input's order.
+    contracting = tuple(letters.index(c) for c in left if c in letters and c not in out)
+    return Axes(batch, kept, contracting) if contracting else None
+
+
+def _may_multiply(layer: object) -> bool:
+    is_flaxs = class_of(layer).__module__.startswith("flax.")
+    return not isinstance(layer, WITHOUT_PRODUCT) and (callable(layer) or not is_flaxs)
+
+
+def _described(layer: object, aliases: tuple[str, ...], known: KnownLayer | None) -> Module:
+    spec = None if known is None else nnx_spec(known.kernel)
+    if known is not None and spec is not None:
+        spec = PartitionSpec(*spec[len(known.stack) :])
+    return Module(class_of(layer), aliases, users_choice(layer), spec)
 
 
 def as_layer(paths: tuple[str, ...], layer: object, facts: dict[str, Any]) -> Layer:
@@ -219,62 +274,27 @@ def class_of(layer: object) -> type:
     return getattr(type(layer), "_mx_base", type(layer))
 
 
-def matrix_of(layer: object) -> flax_nnx.Param | None:
-    """The first parameter of two axes or more that a module has beside known layers."""
-    if known_layer(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
-        return None
-    params = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
-    return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
-
-
 # Calls -------------------------------------------------------------------------------------------
 
 _TAG = "mx_jax"
-# What is called of a layer from outside of its model; other methods then do as they are written.
+# What is called of a layer from outside of its model.
 _CALLS = ("__call__", "attend")
-# Adapters are trained beside what rules quantize.
-_ADAPTERS = (flax_nnx.LoRA,)
-# They multiply nothing, or elementwise.
-_WITHOUT_PRODUCT = (
-    flax_nnx.BatchNorm,
-    flax_nnx.Dropout,
-    flax_nnx.GroupNorm,
-    flax_nnx.LayerNorm,
-    flax_nnx.RMSNorm,
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-    """The rules of a converted model, and their decisions; static, equal for equal models."""
+    """The rules of a converted model; static, equal for equal models."""
 
     rules: tuple[Rule, ...]
     # Whether a rule that matches nothing is an error; None: there is no warning either.
     strict: bool | None
-    # Modules whose products a trace shows, by path, and the decisions about the other layers.
-    modules: dict[str, Module] = dataclasses.field(hash=False)
-    decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
-    # Rules that matched something so far.
+    # Whose call from outside is traced.
+    methods: tuple[str, ...]
+    # By path.
+    modules: dict[str, Module] = dataclasses.field(hash=False, default_factory=dict[str, Module])
+    # Rules that matched something so far, and the decisions of the last call.
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
-    # The decisions of calls so far.
-    traced: list[Decision] = dataclasses.field(compare=False, default_factory=list[Decision])
-
-    @property
-    def shown(self) -> tuple[Decision, ...]:
-        """What calls showed, and what was known before of layers that they did not show."""
-        paths = {decision.layer.path for decision in self.traced}
-        return (
-            *self.traced,
-            *(decision for decision in self.decisions if decision.layer.path not in paths),
-        )
-
-    def check(self, path: str, decisions: tuple[Decision, ...]) -> None:
-        """Warn of rules without any decision, if these are those of the whole model."""
-        self.traced[:] = decisions
-        result = Report(rules=self.rules, decisions=self.shown)
-        if not path and self.strict is not None:
-            result.check("convert.nnx", self.strict, self.used)
-        self.used.update(result.used)
+    decisions: list[Decision] = dataclasses.field(compare=False, default_factory=list[Decision])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,52 +305,27 @@ class _Call:
     path: str
 
 
-def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs | None) -> None:
-    """Have the calls of modules traced."""
-    if all(plan.recipe is None and not plan.shows_in_a_call for plan in plans):
-        return
-    # The whole model's call warns of rules that matched nothing.
-    calls = [
-        plan
-        for plan in plans
-        if plan.known is not None or plan.shows_in_a_call or not plan.paths[0]
-    ]
-    model.modules.update({plan.paths[0]: plan.module for plan in calls})
-    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in model.rules)
-    for plan in calls:
-        layer, recipe, is_root = plan.layer, plan.recipe, not plan.paths[0]
-        layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0]))
-        # That of the outermost call is all products'.
-        if rngs is not None and {RNG_STREAM, "default"} & {*rngs}:
-            if (is_root and draws) or (recipe is not None and recipe.is_stochastic):
-                # For one layer, or for each of a stack.
-                key = rngs[RNG_STREAM]()
-                sizes = () if plan.known is None else plan.known.stack
-                keys = jax.random.split(key, sizes) if sizes else key
-                layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
-        elif recipe is not None and recipe.output.is_stochastic:
-            # Where gradients alone draw, they raise an error of their own.
-            raise missing_stream(f"convert.nnx: {plan.paths[0]!r}", recipe, rngs)
-        object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
-
-
 @functools.lru_cache(maxsize=1024)
 def _converted_class(base: type) -> type:
     """A subclass that looks like its base, one for each, so that equal models have equal graphs:
     the methods that it does not have of flax.nnx, private ones apart, are those of a call."""
     looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {name: _in_call(name, method) for name, method in _methods_of(base).items()}
+    made = {"_mx_base": base, "__reduce_ex__": _reduced}
+    return type(base)(base.__name__, (base,), looks | methods | made)
+
+
+def _methods_of(base: type) -> dict[str, Any]:
     inherited = {*dir(flax_nnx.Module)} - {"__call__"}
     members = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
-    methods = {
-        name: _in_call(name, member)
+    return {
+        name: member
         for name, member in members.items()
         # nnx.jit makes objects of them.
         if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
         if not isinstance(member, staticmethod | classmethod)
         if name == "__call__" or name[0] != "_"
     }
-    made = {"_mx_base": base, "__reduce_ex__": _reduced}
-    return type(base)(base.__name__, (base,), looks | methods | made)
 
 
 def _reduced(layer: object, protocol: int) -> tuple[Any, ...]:
@@ -351,13 +346,24 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: object, **kwargs: object) -> Any:
         here: _Call | None = vars(self).get("mx_call")
         if here is not None and tracing.value == here.model.rules:
-            with in_module(here.path):
+            with in_module(here.path), _bridged(self):
                 return method(self, *args, **kwargs)
-        if here is None or name not in _CALLS:
+        if here is None or name not in here.model.methods:
             return method(self, *args, **kwargs)
         return _traced(self, name, here, args, kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _bridged(layer: object) -> Iterator[None]:
+    """A call of a linen module in a model of nnx, which takes every attribute for a variable."""
+    names = {"mx_call", "mx_stream"} & vars(layer).keys()
+    hidden = {name: vars(layer).pop(name) for name in names if isinstance(layer, bridge.ToNNX)}
+    try:
+        yield
+    finally:
+        vars(layer).update(hidden)
 
 
 def _traced(
@@ -382,8 +388,13 @@ def _traced(
             return result, state, None if same else after
 
         decisions, run = traced_call(call, (params, rest), {}, model.rules, model.modules)
-        model.check(here.path, decisions)
-        result, state, after = run(key)
+        model.decisions[:] = decisions
+        report = Report(rules=model.rules, decisions=decisions)
+        if not here.path and model.strict is not None:
+            report.check("convert.nnx", model.strict, model.used)
+        model.used.update(report.used)
+        remedy = f"convert the model with rngs=nnx.Rngs({RNG_STREAM}=seed)"
+        result, state, after = run(key, remedy)
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
                 context.merge(after, state)

@@ -4,6 +4,7 @@ and how they are made anew (`jaxpr.py`).
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
 from mx_jax.jaxpr.read import equations
+from mx_jax.nn import linen as mx_linen
+from mx_jax.nn import nnx as mx_nnx
 from mx_jax.ops.arguments import QUANTIZABLE, Key
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
@@ -82,6 +85,10 @@ class Lookup:
 
 
 EMBEDDINGS = (nn.Embed, nnx.Embed)
+# They are trained beside what rules quantize.
+ADAPTERS = (nnx.LoRA,)
+# Products as modules, each with its recipe.
+OPERATIONS = (mx_linen.Operation, mx_nnx.Operation)
 # Flax's attentions, and what rules call the two products of each, by the scopes that they stand in.
 ATTENTIONS = (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention)
 ATTENTION_PRODUCTS = {
@@ -92,6 +99,31 @@ ATTENTION_PRODUCTS = {
     "...hgqk,...kh1d->...qhgd": "av",
     "BNTS,BSNH->BTNH": "av",
 }
+
+# What layers multiply with, unless a user put something else there, which then stays.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "dot_general": (None, lax.dot_general),
+    "conv_general_dilated": (None, lax.conv_general_dilated),
+    "einsum_op": (jnp.einsum,),
+}
+
+
+def users_choice(layer: object) -> str | None:
+    """Why a layer keeps its products, as its user chose; None if nothing was chosen."""
+    # First: a property of our own layers draws a key when it is read. Past the attributes that
+    # nnx.bridge.ToLinen has of what is in it, a call that would be intercepted.
+    if isinstance(inspect.getattr_static(layer, "recipe", None), Recipe):
+        return "has its own recipe"
+    fields = layer.__dataclass_fields__ if isinstance(layer, nn.Module) else vars(layer)
+    attribute = next((name for name in _DEFAULTS if name in fields), None)
+    if attribute is None:
+        return None
+    if getattr(layer, f"{attribute}_cls", None) is not None:
+        return f"has its own {attribute}_cls"
+    value = getattr(layer, attribute)
+    is_default = any(value is default for default in _DEFAULTS[attribute])
+    return None if is_default else f"has its own {attribute}"
+
 
 Values = Sequence[jax.Array]
 Params = dict[str, Any]

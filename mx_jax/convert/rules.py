@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mx_jax.axes import Axes
@@ -290,18 +290,20 @@ class Report:
         unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
         return "\n".join([text, *unused])
 
-    def check(self, operation: str, strict: bool, used: Set[int] = frozenset()) -> None:
+    def check(self, operation: str, strict: bool, used: set[int] | None = None) -> None:
         """Warn of rules that matched nothing, or raise ValueError if strict.
 
         Args:
           operation: for the message.
           strict: whether to raise.
-          used: rules that are known to have matched at other times.
+          used: rules that matched at other times; those that match here are added.
         """
+        used = set() if used is None else used
         unused = [index for index in self.unused if index not in used]
         if self.rules and not unused:
+            used.update(self.used)
             return
-        rules = self._listed(unused)
+        rules = ", ".join(f"{index} ({self.rules[index]})" for index in unused)
         paths = ", ".join(repr(decision.layer.path) for decision in self.decisions[:8])
         more = ", ..." if len(self.decisions) > 8 else ""
         complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
@@ -320,6 +322,7 @@ class Report:
             f"{more}{kept}; {hint}"
         )
         warn_or_raise(text, strict)
+        used.update(self.used)
 
     def _obstacles(self, indices: Iterable[int]) -> dict[str, list[str]]:
         """Why what rules match is not converted, whatever they say, and the paths of it."""
@@ -330,9 +333,6 @@ class Report:
             if layer.obstacle is not None and any(matches):
                 obstacles.setdefault(layer.obstacle, []).append(layer.path)
         return obstacles
-
-    def _listed(self, indices: Iterable[int]) -> str:
-        return ", ".join(f"{index} ({self.rules[index]})" for index in indices)
 
     def __str__(self) -> str:
         return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"

@@ -13,9 +13,8 @@ from flax import nnx
 from flax.core import meta
 
 from mx_jax.axes import Axes
-from mx_jax.calibrate.ways import Way
+from mx_jax.calibrate.scales import Way
 from mx_jax.convert import linen_model, nnx_model
-from mx_jax.convert.flax_layers import known_layer
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -73,8 +72,8 @@ class _Kernel:
             (axis, _), *others = layer.axes.blocks(spec.format)
             if others:
                 raise ValueError(
-                    f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
-                    f"{layer.path!r} has format={spec.format.name}"
+                    f"convert.weights: by={type(by).__name__} needs blocks along one axis, but the "
+                    f"recipe of {layer.path!r} has format={spec.format.name}"
                 )
             search = functools.partial(
                 by,
@@ -159,10 +158,15 @@ def weights(
       True
     """
     rules = as_rules(rules, "convert.weights")
+    if by is not None and not callable(by):
+        raise TypeError(
+            "convert.weights: by must choose codes, as calibrate.SearchedScales() or "
+            f"calibrate.Gptq(moments) does, got by={by!r}"
+        )
     if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
         # Quantized kernels are new Variables; one that several layers hold stays one.
-        result, _ = nnx_model.converted(params, rules, rngs)
+        result = nnx_model.converted(params, rules, rngs)
         kernels, stored = [], dict[int, Any]()
         for layer, name, kernel in list(_kernels_of_model(result, rules)):
             kernels.append(kernel)
@@ -309,8 +313,8 @@ def _kernels_of_model(
 ) -> Iterator[tuple[Any, str, _Kernel]]:
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
     for paths, layer in nnx_model.layers_of(model):
-        known = known_layer(layer)
-        kernel: Any = nnx_model.matrix_of(layer) if known is None else known.kernel
+        known = nnx_model.known_layer(layer)
+        kernel: Any = _matrix_of(layer) if known is None else known.kernel
         names = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in names:
             continue
@@ -322,3 +326,11 @@ def _kernels_of_model(
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
         judged_as = _Kernel.judge(rules, nnx_model.as_layer(paths, layer, facts), kernel[...])
         yield layer, names[id(kernel)], judged_as
+
+
+def _matrix_of(layer: object) -> nnx.Param | None:
+    """The first parameter of two axes or more of a module that is no known layer."""
+    if isinstance(layer, nnx_model.WITHOUT_PRODUCT):
+        return None
+    params = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
+    return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)

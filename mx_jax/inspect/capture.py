@@ -302,42 +302,25 @@ def _functional(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
     """A call without the objects of flax.nnx that it may change, and what changes them after it."""
-
-    def is_object(x: object) -> bool:
-        return isinstance(x, nnx.Pytree)
-
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    objects = [x for x in leaves if is_object(x)]
-    if not objects:
+    nodes = (args, kwargs)
+    leaves = jax.tree.leaves(nodes, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    if not any(isinstance(x, nnx.Pytree) for x in leaves):
         return function, args, kwargs, lambda result: result
-    others = [None if is_object(x) else x for x in leaves]
-    graph, state = nnx.split(objects)
+    graph, variables, rest = nnx.split(nodes, nnx.Variable, ...)
 
     def update(result: tuple[Any, Any]) -> Any:
-        nnx.update(objects, result[1])
+        nnx.update(nodes, result[1])
         return result[0]
 
-    # The tree is a constant of the call, which compares by value.
-    are_objects = list(map(is_object, leaves))
-    return _of_state, (function, tree, are_objects, graph, state, others), {}, update
+    return _of_state, (function, graph, variables, rest), {}, update
 
 
 def _of_state(
-    function: Callable[..., Any],
-    tree: Any,
-    are_objects: Sequence[bool],
-    graph: Any,
-    state: Any,
-    others: Sequence[Any],
+    function: Callable[..., Any], graph: Any, variables: Any, rest: Any
 ) -> tuple[Any, Any]:
     """The result of a call, and the state of the objects of flax.nnx among its arguments."""
-    objects = nnx.merge(graph, state)
-    left = iter(objects)
-    leaves = [
-        next(left) if is_object else x for is_object, x in zip(are_objects, others, strict=True)
-    ]
-    args, kwargs = jax.tree.unflatten(tree, leaves)
-    return function(*args, **kwargs), nnx.state(objects)
+    args, kwargs = nodes = nnx.merge(graph, variables, rest)
+    return function(*args, **kwargs), nnx.state(nodes, nnx.Variable)
 
 
 def _device() -> dict[str, jax.Array]:
@@ -412,12 +395,17 @@ class Guarded(Captured[P, R]):
             jax.effects_barrier()
         except Exception as error:
             # JAX wraps what a callback raises in an error of its own.
-            if self.first is not None:
-                raise NonFiniteError(self.first) from error
+            if (first := self._taken()) is not None:
+                raise NonFiniteError(first) from error
             raise
-        if self.first is not None:
-            raise NonFiniteError(self.first)
+        if (first := self._taken()) is not None:
+            raise NonFiniteError(first)
         return result
+
+    def _taken(self) -> Record | None:
+        # A loop that catches the error may go on, from a checkpoint.
+        first, self.first = self.first, None
+        return first
 
 
 def guard(

@@ -121,7 +121,7 @@ def entries_of(program: ClosedJaxpr) -> list[Entry]:
 
 
 def _casts_in(eqn: JaxprEqn) -> list[Cast]:
-    """The casts that an equation makes."""
+    """The casts that an equation makes; none of an array without elements: it has no statistics."""
     if eqn.primitive.name == "mx_quantize":
         work, before = eqn.params["work"], eqn.invars[0]
         is_pair = isinstance(work.call, QuantizeBothCall)
@@ -132,6 +132,8 @@ def _casts_in(eqn: JaxprEqn) -> list[Cast]:
         calls, before = [of.static[0]], eqn.invars[of.number]
         axes = tuple(axes[0] for axes in of.batches)
     else:
+        return []
+    if not before.aval.size:
         return []
     results = iter(eqn.outvars)
     sizes = [3 if len(eqn.outvars) == 3 or call.format.tensor_scale else 2 for call in calls]

@@ -14,6 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import explicit_axes, packing
+from mx_jax.codecs.straight_through import refuse_derivative
 from mx_jax.formats import WHOLE, BlockFormat, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.ops.product import cast_array
@@ -22,98 +23,51 @@ from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("format", "features", "dtype", "scale_is_fixed"),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CacheRows:
-    """Rows of keys or of values, each with its blocks along the features.
-
-    A row is quantized when it is written, and never touched again: what is written later changes
-    neither its codes nor its scales. Heads come before tokens, as attention reads them; devices may
-    share sequences, heads, or both.
-
-    Attributes:
-      codes: uint8 `[batch, heads, length, bytes of a row]`, FP4 two codes a byte; without a
-        format the values themselves.
-      scales: `[batch, heads, length, blocks of a row]`, or None.
-      tensor_scale: float32 `[1, 1, 1, 1]`, fixed, or `[batch, heads, length, 1]`, one for each
-        token and head; None where the format has none.
-      format: the block format, or None.
-      features: values of a row.
-      dtype: what `read` gives.
-      scale_is_fixed: whether the tensor scale is one for all rows: with one row its shape does not
-        say so.
-    """
-
-    codes: jax.Array
-    scales: jax.Array | None
-    tensor_scale: jax.Array | None
-    format: BlockFormat | None
-    features: int
-    dtype: np.dtype
-    scale_is_fixed: bool = False
-
-    def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
-        """The same with `rows`, `[batch, tokens, heads, features]`, from a position on: one for
-        all, or `[batch]`."""
-        batch, heads, length, _ = self.codes.shape
-        sequences, tokens, row_heads, features = rows.shape
-        # What is smaller would be written into a part, and the rest be read as it was.
-        if (sequences, row_heads, features) != (batch, heads, self.features) or tokens > length:
-            raise ValueError(
-                "KVCache: keys and values must have the cache's batch, heads and features, and no "
-                f"more tokens than it holds, got batch={sequences}, tokens={tokens}, "
-                f"heads={row_heads}, features={features}; the cache has {batch}, {length}, "
-                f"{heads} and {self.features}"
-            )
-        rows = rows.swapaxes(1, 2)
-        if (sharding := explicit_axes.explicit_sharding(self.codes)) is not None:
-            place = [*explicit_axes.partitions(sharding, 4)[:2], None, None]
-            rows = jax.sharding.reshard(rows, explicit_axes.with_partitions(sharding, place))
-        position = along_sequences(position, self.codes)
-        if self.format is None:
-            return dataclasses.replace(
-                self, codes=_put(self.codes, rows.astype(self.dtype), position)
-            )
-        rows, scale = _no_gradient(rows), self.tensor_scale
-        spec, blocks = measured_operand(self.format), ((-1, self.format.block[1]),)
-        if scale is None or self.scale_is_fixed:
-            new = cast_array(rows, spec, blocks, None, scale)
-        else:
-            # Every row is a tensor of its own.
-            of_row = lambda row: cast_array(row, spec, blocks)  # noqa: E731
-            new = jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
-            assert new.tensor_scale is not None
-            scale = _put(scale, new.tensor_scale, position)
-        assert self.scales is not None
-        return dataclasses.replace(
-            self,
-            codes=_put(self.codes, packing.pack(new.codes, self.format.element.bits), position),
-            scales=_put(self.scales, new.scales, position),
-            tensor_scale=scale,
+def _written(
+    held: Rows, rows: jax.Array, position: jax.typing.ArrayLike, scale_is_fixed: bool
+) -> Rows:
+    """`held` with `rows`, `[batch, tokens, heads, features]`, from a position on: one for all, or
+    `[batch]`."""
+    codes = held.codes if isinstance(held, PackedRows) else held
+    batch, heads, length, features = held.shape
+    sequences, tokens, row_heads, row_features = rows.shape
+    # What is smaller would be written into a part, and the rest be read as it was.
+    if (sequences, row_heads, row_features) != (batch, heads, features) or tokens > length:
+        raise ValueError(
+            "KVCache: keys and values must have the cache's batch, heads and features, and no "
+            f"more tokens than it holds, got batch={sequences}, tokens={tokens}, "
+            f"heads={row_heads}, features={row_features}; the cache has {batch}, {length}, "
+            f"{heads} and {features}"
         )
+    rows = rows.swapaxes(1, 2)
+    if (sharding := explicit_axes.explicit_sharding(codes)) is not None:
+        place = [*explicit_axes.partitions(sharding, 4)[:2], None, None]
+        rows = jax.sharding.reshard(rows, explicit_axes.with_partitions(sharding, place))
+    position = along_sequences(position, codes)
+    if not isinstance(held, PackedRows):
+        return _put(held, rows.astype(held.dtype), position)
+    # Codes pass no gradient: zero would be taken for one.
+    rows, scale = refuse_derivative(rows, _refuse), held.tensor_scale
+    spec, blocks = measured_operand(held.format), ((-1, held.format.block[1]),)
+    if scale is None or scale_is_fixed:
+        new = cast_array(rows, spec, blocks, None, scale)
+    else:
+        # Every row is a tensor of its own.
+        of_row = lambda row: cast_array(row, spec, blocks)  # noqa: E731
+        new = jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
+        assert new.tensor_scale is not None
+        scale = _put(scale, new.tensor_scale, position)
+    return dataclasses.replace(
+        held,
+        codes=_put(codes, packing.pack(new.codes, held.format.element.bits), position),
+        scales=_put(held.scales, new.scales, position),
+        tensor_scale=scale,
+    )
 
-    def held(self) -> Rows:
-        """The rows as they are held."""
-        if self.format is None:
-            return self.codes
-        assert self.scales is not None
-        return PackedRows(
-            codes=self.codes,
-            scales=self.scales,
-            tensor_scale=self.tensor_scale,
-            format=self.format,
-            features=self.features,
-            dtype=self.dtype,
-        )
 
-    def read(self) -> jax.Array:
-        """The values, `[batch, heads, length, features]`."""
-        rows = self.held()
-        return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
+def read_rows(rows: Rows) -> jax.Array:
+    """The values of keys or values, `[batch, heads, length, features]`."""
+    return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
 
 
 def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
@@ -125,61 +79,58 @@ def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> j
     )
 
 
-@jax.custom_jvp
-def _no_gradient(rows: jax.Array) -> jax.Array:
-    """Rows that become codes, which pass no gradient: zero would be taken for one."""
-    return rows
-
-
-@_no_gradient.defjvp
-def _(primals: tuple[jax.Array], tangents: object) -> Any:
+def _refuse(rows: jax.Array) -> None:
     raise ValueError(
         "KVCache: rows that are kept as codes pass no gradient, got a derivative by keys or values "
-        f"of shape={primals[0].shape}; take it through all tokens at once (decode=False), keep the "
+        f"of shape={rows.shape}; take it through all tokens at once (decode=False), keep the "
         "cache without a format, or write lax.stop_gradient around what is appended"
     )
 
 
 def _empty_rows(
     shape: tuple[int, ...], form: BlockFormat | None, dtype: np.dtype, tensor_scale: float | None
-) -> CacheRows:
+) -> Rows:
     """Rows `[batch, heads, length, features]` with nothing in them."""
-    *rows, features = shape
     if form is None:
-        codes, scales, scale = jnp.zeros(shape, dtype), None, None
-    else:
-        size = form.block[1]
-        assert isinstance(size, int)
-        width = packing.packed_length(features, form.element.bits)
-        codes = jnp.zeros((*rows, width), jnp.uint8)
-        scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
-        scale = None
-        if tensor_scale is not None:
-            scale = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
-        elif form.tensor_scale:
-            scale = jnp.ones((*rows, 1), jnp.float32)
-    return CacheRows(
-        codes=codes,
-        scales=scales,
+        return jnp.zeros(shape, dtype)
+    *rows, features = shape
+    size, scale = form.block[1], None
+    assert isinstance(size, int)
+    if tensor_scale is not None:
+        scale = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
+    elif form.tensor_scale:
+        scale = jnp.ones((*rows, 1), jnp.float32)
+    width = packing.packed_length(features, form.element.bits)
+    return PackedRows(
+        codes=jnp.zeros((*rows, width), jnp.uint8),
+        scales=jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype),
         tensor_scale=scale,
         format=form,
         features=features,
         dtype=dtype,
-        scale_is_fixed=tensor_scale is not None,
     )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "values"),
+    meta_fields=("scales_are_fixed",),
+)
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KVCache:
     """Keys and values of the tokens so far, in a block format or as they are.
 
     A pytree: pass it through `jit`, donated, and it is written in place. A token's keys and values
-    are quantized once, in blocks along the features of a head.
+    are quantized once, in blocks along the features of a head, and never touched again: what is
+    written later changes neither its codes nor its scales. Heads come before tokens, as attention
+    reads them; devices may share sequences, heads, or both.
 
     Attributes:
-      keys: rows of keys.
-      values: rows of values.
+      keys: rows of keys, `[batch, heads, length, features]`: an array, or codes and scales, with a
+        tensor scale `[1, 1, 1, 1]`, fixed, or `[batch, heads, length, 1]`.
+      values: rows of values, likewise.
+      scales_are_fixed: whether tensor scales are one for all rows: with one row their shape does
+        not say so.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -192,8 +143,9 @@ class KVCache:
       (1, 1, 2, 64)
     """
 
-    keys: CacheRows
-    values: CacheRows
+    keys: Rows
+    values: Rows
+    scales_are_fixed: bool = False
 
     @classmethod
     def zeros(
@@ -241,12 +193,12 @@ class KVCache:
             _empty_rows(shape, form, np.dtype(dtype), scale)
             for scale in tensor_scales or (None, None)
         )
-        return cls(keys=keys, values=values)
+        return cls(keys=keys, values=values, scales_are_fixed=tensor_scales is not None)
 
     @property
     def length(self) -> int:
         """Most tokens that it holds."""
-        return self.keys.codes.shape[2]
+        return self.keys.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -271,8 +223,11 @@ class KVCache:
         """
         needs_four_axes("KVCache", keys=keys, values=values)
         position = checked_position(position, len(keys))
-        return KVCache(
-            keys=self.keys.write(keys, position), values=self.values.write(values, position)
+        options: Any = {"position": position, "scale_is_fixed": self.scales_are_fixed}
+        return dataclasses.replace(
+            self,
+            keys=_written(self.keys, keys, **options),
+            values=_written(self.values, values, **options),
         )
 
     def attend(self, query: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
@@ -297,7 +252,7 @@ class KVCache:
         """
         needs_four_axes("KVCache", query=query)
         position = checked_position(position, len(query))
-        return attend(query, self.keys.held(), self.values.held(), position)
+        return attend(query, self.keys, self.values, position)
 
 
 def check_tensor_scales(scales: tuple[float, float] | None, form: BlockFormat | None) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn, Unpack
+from typing import Any, ClassVar, NoReturn, Unpack
 
 import flax.linen as flax_nn
 import jax
@@ -27,7 +27,7 @@ from mx_jax.formats.removed import missing_attribute
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, on_mesh, recipe_of
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general, einsum
+from mx_jax.ops.dot_general import ProductOptions, dot_general, einsum
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 from mx_jax.specs import MatmulRecipe
@@ -344,14 +344,20 @@ class Operation(flax_nn.Module):
     recipe: Recipe | str
     stream: str = RNG_STREAM
 
+    _multiplies: ClassVar[Callable[..., jax.Array]]
+
     def __post_init__(self):
         # A name gives way to its recipe, so that equal layers have equal fields.
         self.recipe = as_recipe(self.recipe, type(self).__name__, Recipe)
         super().__post_init__()
 
-    def _recipe_and_key(self) -> tuple[Recipe, DerivedKey | None]:
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See `mx_jax`'s function of that name; without arguments, the module itself."""
+        if not args and not options:
+            return self
         assert isinstance(self.recipe, Recipe)
-        return self.recipe, layer_key(self, self.recipe, self.stream)
+        key = layer_key(self, self.recipe, self.stream)
+        return self._multiplies(*args, **options, recipe=self.recipe, key=key)
 
 
 class DotGeneral(Operation):
@@ -375,12 +381,7 @@ class DotGeneral(Operation):
       (2, 8)
     """
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """See `mx_jax.dot_general`; without arguments, the module itself."""
-        if not args and not options:
-            return self
-        recipe, key = self._recipe_and_key()
-        return RecipeDotGeneral(recipe=recipe)(*args, **options, key=key)
+    _multiplies = staticmethod(dot_general)
 
 
 class EinsumOp(Operation):
@@ -402,12 +403,7 @@ class EinsumOp(Operation):
       (1, 5, 64)
     """
 
-    def __call__(self, *args: Any, **options: Unpack[ProductOptions]) -> Any:
-        """See `mx_jax.einsum`; without arguments, the module itself."""
-        if not args and not options:
-            return self
-        recipe, key = self._recipe_and_key()
-        return einsum(*args, **options, recipe=recipe, key=key)
+    _multiplies = staticmethod(einsum)
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -7,8 +7,8 @@ contracting axis, or what `pack_weights` makes of it, and is used as it is.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.layers import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, einsum
+from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general, einsum
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
 
@@ -115,17 +115,43 @@ def name_layers(model: M) -> M:
 
 
 class _Keyed:
-    """Hands the layer's callable a fresh key at every use, if its recipe draws random bits."""
+    """Hands what a layer multiplies with a fresh key at every use, if its recipe draws random bits.
 
+    Attributes:
+      multiplier: the argument of Flax's layer that multiplies.
+    """
+
+    multiplier: str
     recipe: Recipe
     kernel: Any
     # Of the class, so that models that were not named have what they had.
     layer_name: LayerName | None = None
 
-    def _keep_stream(self, rngs: nnx.Rngs) -> None:
-        stream = None
-        if self.recipe.is_stochastic:
-            stream = stream_of_layer(rngs, type(self).__name__, self.recipe)
+    def __init__(
+        self,
+        *sizes: Any,
+        recipe: Recipe | str,
+        gather: object = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Make the layer.
+
+        Args:
+          *sizes: those of Flax's layer of the same name, by position or by name.
+          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
+          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
+          rngs: streams; a stochastic recipe draws from `"quantize"`.
+          **options: those of Flax's layer of the same name.
+        """
+        flax_layer: Any = super()
+        recipe = layer_recipe(recipe, gather, type(self).__name__)
+        ours = RecipeEinsum(recipe=recipe) if self.multiplier == "einsum_op" else recipe.dot_general
+        options = {self.multiplier: ours, "promote_dtype": promote_operands} | options
+        flax_layer.__init__(*sizes, rngs=rngs, **options)
+        self.recipe, stream = recipe, None
+        if recipe.is_stochastic:
+            stream = stream_of_layer(rngs, type(self).__name__, recipe)
         self.rngs = nnx.data(stream)
 
     def __call__(self, *args: object, **options: object) -> jax.Array:
@@ -136,54 +162,30 @@ class _Keyed:
         with named_in_errors(type(self).__name__), below:
             return flax_layer.__call__(*args, **options)
 
-    def _with_key(self, operation: Any) -> Any:
+
+def _keyed(name: str) -> Any:
+    """The property that has an operation, and hands out the operation with a key."""
+
+    def get(layer: Any) -> Any:
+        operation = getattr(layer, f"_{name}")
         ours = isinstance(operation, RecipeDotGeneral | RecipeEinsum)
-        if ours and operation.recipe.gather is not None and hasattr(self, "kernel"):
-            recipe = recipe_of(operation.recipe, nnx_spec(self.kernel))
+        if ours and operation.recipe.gather is not None and hasattr(layer, "kernel"):
+            recipe = recipe_of(operation.recipe, nnx_spec(layer.kernel))
             operation = dataclasses.replace(operation, recipe=recipe)
-        if not ours or not operation.recipe.is_stochastic or self.rngs is None:
+        if not ours or not operation.recipe.is_stochastic or layer.rngs is None:
             return operation
-        return functools.partial(operation, key=self.rngs())
+        return functools.partial(operation, key=layer.rngs())
+
+    def put(layer: Any, operation: object) -> None:
+        setattr(layer, f"_{name}", operation)
+
+    return property(get, put, doc="What the layer multiplies with.")
 
 
 class _KeyedDotGeneral(_Keyed):
     """A layer that calls `self.dot_general`."""
 
-    def __init__(
-        self,
-        in_features: object,
-        out_features: object,
-        *,
-        recipe: Recipe | str,
-        gather: object = None,
-        rngs: nnx.Rngs,
-        **options: object,
-    ):
-        """Make the layer.
-
-        Args:
-          in_features: size of the contracted axis, or of all of them.
-          out_features: size of the result's last axis, or of all of them.
-          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
-          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
-          rngs: streams; a stochastic recipe draws from `"quantize"`.
-          **options: those of Flax's layer of the same name.
-        """
-        flax_layer: Any = super()
-        recipe = layer_recipe(recipe, gather, type(self).__name__)
-        options = {"dot_general": recipe.dot_general, "promote_dtype": promote_operands} | options
-        flax_layer.__init__(in_features, out_features, rngs=rngs, **options)
-        self.recipe = recipe
-        self._keep_stream(rngs)
-
-    @property
-    def dot_general(self) -> Any:
-        """What the layer multiplies with."""
-        return self._with_key(self._dot_general)
-
-    @dot_general.setter
-    def dot_general(self, value: object) -> None:
-        self._dot_general = value
+    multiplier, dot_general = "dot_general", _keyed("dot_general")
 
 
 class Linear(_KeyedDotGeneral, nnx.Linear):
@@ -222,43 +224,7 @@ class Einsum(_Keyed, nnx.Einsum):
       (2, 4, 8)
     """
 
-    def __init__(
-        self,
-        einsum_str: str,
-        kernel_shape: Sequence[int],
-        bias_shape: Sequence[int] | None = None,
-        *,
-        recipe: Recipe | str,
-        gather: object = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        """Make the layer.
-
-        Args:
-          einsum_str: subscripts of inputs and kernel.
-          kernel_shape: shape of the kernel.
-          bias_shape: shape of the bias, or None for none.
-          recipe: what to quantize in the product and in its two gradients, or a recipe's name.
-          gather: as the recipe's own, in place of it: see `mx_jax.sharding.Gather`.
-          rngs: streams; a stochastic recipe draws from `"quantize"`.
-          **options: `flax.nnx.Einsum`'s own.
-        """
-        recipe = layer_recipe(recipe, gather, type(self).__name__)
-        operation = RecipeEinsum(recipe=recipe)
-        options = {"einsum_op": operation, "promote_dtype": promote_operands} | options
-        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)
-        self.recipe = recipe
-        self._keep_stream(rngs)
-
-    @property
-    def einsum_op(self) -> Any:
-        """What the layer multiplies with."""
-        return self._with_key(self._einsum_op)
-
-    @einsum_op.setter
-    def einsum_op(self, value: object) -> None:
-        self._einsum_op = value
+    multiplier, einsum_op = "einsum_op", _keyed("einsum_op")
 
 
 class Operation(nnx.Module):
@@ -291,8 +257,12 @@ class Operation(nnx.Module):
             stream = nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
         self.stream = nnx.data(stream)
 
-    def _key(self) -> jax.Array | None:
-        return None if self.stream is None else next_key(self.stream, type(self).__name__)
+    _multiplies: ClassVar[Callable[..., jax.Array]]
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """See `mx_jax`'s function of that name."""
+        key = None if self.stream is None else next_key(self.stream, type(self).__name__)
+        return self._multiplies(*args, **options, recipe=self.recipe, key=key)
 
 
 class DotGeneral(Operation):
@@ -315,9 +285,7 @@ class DotGeneral(Operation):
       ((2, 8), 1)
     """
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        """See `mx_jax.dot_general`."""
-        return RecipeDotGeneral(recipe=self.recipe)(*args, **options, key=self._key())
+    _multiplies = staticmethod(dot_general)
 
 
 class EinsumOp(Operation):
@@ -336,11 +304,7 @@ class EinsumOp(Operation):
       (5, 2, 4)
     """
 
-    def __call__(
-        self, subscripts: str, lhs: OperandLike, rhs: OperandLike, **options: Unpack[ProductOptions]
-    ) -> jax.Array:
-        """See `mx_jax.einsum`."""
-        return einsum(subscripts, lhs, rhs, **options, recipe=self.recipe, key=self._key())
+    _multiplies = staticmethod(einsum)
 
 
 @jax.tree_util.register_static

@@ -278,7 +278,7 @@ def check_tensor_scale(
     if reason is not None:
         raise ValueError(f"quantize: {reason}; pass one number, or one for each matrix of a batch")
     # By its bits: XLA takes subnormals for zeros when it compares.
-    bits = float32.to_bits(scale)
+    bits = float32.float32_bits(scale)
     valid = (bits > 0) & (bits < float32.INF)
     if not isinstance(valid, Tracer) and not bool(valid.all()):
         raise ValueError(

@@ -214,7 +214,7 @@ def _without_rows(blocks: Blocks) -> Blocks:
 def group_peaks(x: jax.Array, rows: RaggedRows) -> jax.Array:
     """The largest magnitude of each column within each group, float32 `[g, 1, c]` of `[p, c]`."""
     # Found as an integer, so subnormals, infinities and NaN come out as they are; 0 without rows.
-    magnitudes = float32.to_bits(x) & float32.ABS
+    magnitudes = float32.float32_bits(x) & float32.ABS
     peaks = jax.ops.segment_max(
         magnitudes, rows.group, num_segments=rows.sizes.shape[0], indices_are_sorted=True
     )

@@ -125,7 +125,9 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 
     def elsewhere(pieces: jax.Array) -> jax.Array:
         narrow = pieces.dtype == jnp.bfloat16
-        bits = lax.bitcast_convert_type(pieces, jnp.int16) if narrow else float32.to_bits(pieces)
+        bits = (
+            lax.bitcast_convert_type(pieces, jnp.int16) if narrow else float32.float32_bits(pieces)
+        )
         magnitudes = float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
         if on_gpu is None:
             amax = reduced(magnitudes)
@@ -191,5 +193,5 @@ def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = float32.lt(largest, (127 - 64) << 23)
     scale = true_divide(lift(float32.from_bits(largest), small), largest_value)
-    bits = float32.max(lower(float32.to_bits(scale), small), 1)
+    bits = float32.max(lower(float32.float32_bits(scale), small), 1)
     return select(float32.eq(largest, 0), 1.0, float32.from_bits(bits))

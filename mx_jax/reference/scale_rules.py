@@ -180,18 +180,12 @@ class LeastLoss:
         return jnp.where(better, second, first)
 
 
-def squared_error(
-    data: BlockData,
-    scales: jax.Array,
-    importance: jax.Array | None = None,
-    unit: jax.Array | None = None,
-) -> jax.Array:
+def squared_error(data: BlockData, scales: jax.Array, unit: jax.Array | None = None) -> jax.Array:
     """What scales would lose: over each block, the sum of `(decoded - x)^2`, rounded to nearest.
 
     Args:
       data: the blocks; their values are read.
       scales: stored scales, of amax's shape.
-      importance: what each square counts, of the values' shape; default: 1.
       unit: powers of two, of amax's shape, by which differences are divided before they are
         squared, so that none leaves float32's range; default: 1.
 
@@ -209,8 +203,6 @@ def squared_error(
     values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
     difference = float32.rounded(values) - data.values.astype(jnp.float32)
     lost = jnp.square(difference if unit is None else difference / unit)
-    if importance is not None:
-        lost = float32.rounded(lost) * importance
     return float32.sum_in_order(lost, data.inside)
 
 
@@ -244,7 +236,7 @@ def divisor_of_any(data: BlockData) -> jax.Array:
 def divisor_power_of_two(data: BlockData) -> jax.Array:
     """`max / amax`, rounded down to a power of two."""
     scale = divisor(data)
-    down = float32.from_bits(float32.bitwise_and(float32.to_bits(scale), float32.INF))
+    down = float32.from_bits(float32.bitwise_and(float32.float32_bits(scale), float32.INF))
     return select(float32.lt(data.amax, float32.INF), down, scale)
 
 

@@ -79,7 +79,7 @@ def finite_values(after: MXArray) -> jax.Array:
     element = after.format.element
     values = dataclasses.replace(after, primal=None).dequantize(jnp.float32)
     # One less than the pattern of Inf is the largest number; arithmetic would flush subnormals.
-    bits = float32.to_bits(values)
+    bits = float32.float32_bits(values)
     infinite = (bits & float32.ABS) == float32.INF
     finite = float32.from_bits(bits - infinite.astype(bits.dtype))
     if not element.has_inf:
@@ -90,14 +90,14 @@ def finite_values(after: MXArray) -> jax.Array:
 
 def _magnitude(x: jax.Array) -> jax.Array:
     """Patterns of |x|, in the order of numbers: Inf is above them, NaN above Inf."""
-    return float32.to_bits(x) & float32.ABS
+    return float32.float32_bits(x) & float32.ABS
 
 
 def _exponents(after: MXArray) -> jax.Array:
     """How many scales have which exponent, by float32's field of it."""
     # Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
     # comparisons a scale, not 256, and no scatter.
-    bits = float32.to_bits(in_one_piece(after.scale_values).astype(jnp.float32))
+    bits = float32.float32_bits(in_one_piece(after.scale_values).astype(jnp.float32))
     field = (bits >> 23) & 0xFF
     half = jnp.arange(_HALF, dtype=field.dtype)
     high, low = (
@@ -119,7 +119,7 @@ def relative(x: jax.Array, amax: jax.Array) -> jax.Array:
 
 def exponent(amax: jax.Array) -> jax.Array:
     """The exponent of the power of two that values are divided by."""
-    return jnp.clip(float32.to_bits(amax) >> 23, 1, 253) - _ONE
+    return jnp.clip(float32.float32_bits(amax) >> 23, 1, 253) - _ONE
 
 
 def power(exponent: jax.Array) -> jax.Array:

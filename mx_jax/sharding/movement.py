@@ -337,7 +337,7 @@ class Gather:
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:
     """A device's part of an array, and behind it along an axis the maxima of its blocks."""
     pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
-    maxima = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
+    maxima = jnp.max(float32.float32_bits(pieces) & float32.ABS, axis=inside, initial=0)
     maxima = float32.from_bits(lax.pmax(maxima, tuple(names)), x.dtype)
     for other, size in blocks:
         if other != axis:

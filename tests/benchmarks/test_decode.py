@@ -7,6 +7,7 @@ from benchmarks.decode_worker import OTHER, time_of_parts
 from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from benchmarks.llama import GGUF, Generator, Llama, params_of
 from mx_jax import recipes
+from mx_jax.nn.cache import read_rows
 from tests.examples import tiny_llama as tiny
 
 
@@ -32,5 +33,5 @@ def test_calibrated_scales_are_of_each_layer():
         assert cache.keys.tensor_scale is not None and cache.keys.tensor_scale.shape == (1, 1, 1, 1)
         # Twice as large is cut off.
         kept = cache.append(jnp.full(shape, -3.0 - index), jnp.full(shape, 1.0 + 2 * index), 0)
-        np.testing.assert_allclose(kept.keys.read()[:, :, :3], -3.0 - index, rtol=1e-6)
-        np.testing.assert_allclose(kept.values.read()[:, :, :3], 0.5 + index, rtol=1e-6)
+        np.testing.assert_allclose(read_rows(kept.keys)[:, :, :3], -3.0 - index, rtol=1e-6)
+        np.testing.assert_allclose(read_rows(kept.values)[:, :, :3], 0.5 + index, rtol=1e-6)

@@ -1,7 +1,6 @@
 """Scales by squared error: what is chosen is the best of what was tried, by NumPy's count."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,9 @@ def heavy(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_t(3.0, shape).astype(np.float32)
 
 
-def errors(w: np.ndarray, q: mx_jax.MXArray, size: int, h: Any = 1.0) -> np.ndarray:
+def errors(w: np.ndarray, q: mx_jax.MXArray, size: int) -> np.ndarray:
     """Of each block along the first axis, in float64."""
-    lost = np.square(np.asarray(q.dequantize(), np.float64) - w) * h
+    lost = np.square(np.asarray(q.dequantize(), np.float64) - w)
     return lost.reshape(-1, size, w.shape[1]).sum(1)
 
 
@@ -56,33 +55,20 @@ def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng
 def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
     """Tried by hand, one block of each: the neighbours of the stored scale, an octave each way."""
     w, size = heavy(rng, *SHAPE), format.block[1]
-    h = rng.uniform(0.0, 4.0, 64).astype(np.float32)
-    result = calibrate.search_scales(w, format, importance=h)
-    best = errors(w, result, size, h[:, None])
+    result = calibrate.search_scales(w, format)
+    best = errors(w, result, size)
     search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
     for step in (-1, 1) if format == MXFP4 else range(-8, 9):
         moved = np.clip(np.asarray(result.scales, np.int32) + step, 0, 254).astype(np.uint8)
         other = dataclasses.replace(result, scales=jnp.asarray(moved))
         distance = np.abs(values_under(other) - w).min(0)
-        error = (np.square(distance) * h[:, None]).reshape(-1, size, 8).sum(1)
+        error = np.square(distance).reshape(-1, size, 8).sum(1)
         # Farther than an octave from the first scale nothing was tried.
         away = moved.astype(np.int32) - np.asarray(first.scales, np.int32)
         inside = (moved >= search.smallest) & (moved <= search.largest)
         tried = (np.abs(away) <= max(search.steps)) & inside
         assert (best <= error * (1 + 1e-6))[tried].all()
-
-
-def test_importance_decides_who_is_clipped(rng):
-    """A feature that counts for nothing does not widen the scale of its block."""
-    w = rng.standard_normal(SHAPE).astype(np.float32)
-    w[5] = 40.0
-    h = np.ones(64, np.float32)
-    h[5] = 0.0
-    plain, aware = (calibrate.search_scales(w, NVFP4, importance=each) for each in (None, h))
-    rest = [i for i in range(16) if i != 5]
-    before, after = (np.square(np.asarray(q.dequantize()) - w)[rest].sum() for q in (plain, aware))
-    assert after < 0.5 * before
 
 
 def test_partial_blocks_and_blocks_that_are_no_number(rng):
@@ -101,14 +87,6 @@ def test_wrong_calls():
     w = jnp.ones((64, 4))
     with pytest.raises(ValueError, match=r"search_scales: .*got scale=.*kind=divisor; quantize by"):
         calibrate.search_scales(w, "float8_rowwise_e4m3")
-    with pytest.raises(ValueError, match=r"importance.shape=\(4,\) for w.shape=\(64, 4\), axis=0"):
-        calibrate.search_scales(w, "mxfp4", importance=jnp.ones(4))
-
-
-@pytest.mark.parametrize("importance", [-1.0, np.nan, np.inf])
-def test_importance_that_cannot_be(importance: float):
-    with pytest.raises(ValueError, match="importance must be finite and at least 0, got values"):
-        calibrate.search_scales(jnp.ones((64, 4)), "mxfp4", importance=np.full(64, importance))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint
-from mx_jax.checkpoint import files, writers
+from mx_jax.checkpoint import files
 from mx_jax.commands import main, rules, stream
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import at_each_change
@@ -462,7 +462,7 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
     source.mkdir()
     model.rename(source / "model.safetensors")
     (source / "tokenizer.json").write_text("{}")
-    replacing = writers.replacing
+    replacing = files.replacing
 
     @contextlib.contextmanager
     def full(path: Path) -> Iterator[Any]:
@@ -471,7 +471,7 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
             if path.name == "tokenizer.json":
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writers, "replacing", full)
+    monkeypatch.setattr(files, "replacing", full)
     said = cli.error("quantize", source, out, "--format", "mxfp4")
     assert "No space left on device: '" in said and "tokenizer.json" in said
     assert [*tmp_path.iterdir()] == [source]

@@ -45,13 +45,13 @@ def patterns(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 def test_every_16_bit_value_widens_exactly(dtype: np.dtype):
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    bits = np.asarray(jax.jit(float32.to_bits)(x)).view(np.float32)
+    bits = np.asarray(jax.jit(float32.float32_bits)(x)).view(np.float32)
     assert_bitwise_equal(bits, x.astype(np.float32), what=str(dtype), any_nan=True)
 
 
 def test_float32_keeps_its_bits(rng: np.random.Generator):
     bits = patterns(rng)
-    kept = jax.jit(lambda b: float32.to_bits(float32.from_bits(b)))(bits)
+    kept = jax.jit(lambda b: float32.float32_bits(float32.from_bits(b)))(bits)
     assert_bitwise_equal(kept, bits)
 
 

@@ -83,8 +83,7 @@ def flaxs(kind: type, **options: Any) -> Any:
 
 
 def judged(model: Any, **options: Any) -> convert.Decision:
-    args = (X,) if isinstance(model, nn.Module) else ()
-    (decision,) = convert.report(model, Rule(".*", MXFP8, **options), *args).decisions
+    (decision,) = convert.report(model, Rule(".*", MXFP8, **options), X).decisions
     return decision
 
 

@@ -24,7 +24,7 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, UnusedRuleWarning
 from tests.quick import quick
 
-from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, as_function, recipe_names
 from .linen_models import WIDTH, Compact
 
 ALL = Rule(".*", MXFP8)
@@ -93,7 +93,7 @@ class Way:
         return self.operation(self.model(), rules, **options)
 
     def report(self, rules: Any, **options: Any) -> Report:
-        return convert.report(self.model(), rules, **options)
+        return convert.report(self.model(), rules, X, **options)
 
     def identity(self, model: Any) -> Any:
         """What equal models have equal."""
@@ -101,9 +101,7 @@ class Way:
 
     def names(self, model: Any, rules: Any, x: Any = None) -> dict[str, str]:
         x = np.ones((2, 3, WIDTH), np.float32) if x is None else x
-        # Of one layer of nnx, a report needs no call.
-        alone = isinstance(model, nnx.Module) and not isinstance(model, NnxKinds)
-        return recipe_names(model, rules, *(() if alone else (x,)))
+        return recipe_names(model, rules, x)
 
 
 def value_alone(query, key, value, mask=None, **options):
@@ -141,9 +139,6 @@ class Linen(Way):
     def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
         params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
         return model.apply({"params": params}, x, rngs=None if key is None else {"quantize": key})
-
-    def report(self, rules: Any, **options: Any) -> Report:
-        return convert.report(self.model(), rules, X, **options)
 
     def foreign_layer(self, kind: str) -> Any:
         return Custom(kind)
@@ -239,12 +234,12 @@ class Nnx(Way):
 
     def chosen(self, what: str) -> Any:
         rngs, ones = nnx.Rngs(0), nnx.initializers.ones
-        linear = functools.partial(nnx.LinearGeneral, 4, 3, rngs=rngs)
+        linear = functools.partial(nnx.LinearGeneral, WIDTH, 3, rngs=rngs)
         return {
             "dot_general": lambda: linear(dot_general=WEIGHT_ONLY.dot_general),
             "dot_general_cls": lambda: linear(dot_general_cls=lambda: jax.lax.dot_general),
-            "recipe": lambda: mx_jax.nn.nnx.Linear(4, 3, recipe=STOCHASTIC, rngs=rngs),
-            "nothing": lambda: nnx.Einsum("bk,k->bk", (4,), kernel_init=ones, rngs=rngs),
+            "recipe": lambda: mx_jax.nn.nnx.Linear(WIDTH, 3, recipe=STOCHASTIC, rngs=rngs),
+            "nothing": lambda: nnx.Einsum("btk,k->btk", (WIDTH,), kernel_init=ones, rngs=rngs),
         }[what]()
 
     def attention(self, *rules: Rule, **options: Any) -> Any:
@@ -503,15 +498,16 @@ class TestKinds:
         reason = "contracts no axis" if what == "nothing" else f"has its own {what}"
         with pytest.warns(UnusedRuleWarning):
             assert way.names(layer, ALL) == {"": reason}
+        x = jnp.ones((2, 3, WIDTH))
         if isinstance(layer, nn.Module):
-            x = jnp.ones((2, 3, WIDTH))
             variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-            with pytest.warns(UnusedRuleWarning):
-                ours = jax.make_jaxpr(convert.linen(layer, ALL).apply)(variables, x)
-            assert str(ours) == str(jax.make_jaxpr(layer.apply)(variables, x))
+            before, after = layer.apply, convert.linen(layer, ALL).apply
         else:
-            with pytest.warns(UnusedRuleWarning):
-                assert nnx.graphdef(convert.nnx(layer, ALL)) == nnx.graphdef(layer)
+            before, variables = as_function(layer)
+            after, _ = as_function(convert.nnx(layer, ALL))
+        with pytest.warns(UnusedRuleWarning):
+            ours = jax.make_jaxpr(after)(variables, x)
+        assert str(ours) == str(jax.make_jaxpr(before)(variables, x))
 
     def test_an_embedding(self, way: Any):
         """Looked up in, and multiplied by, the quantized table; its gradient is the identity."""

@@ -13,6 +13,7 @@ from mx_jax.convert import Rule
 from .helpers import MXFP8, STOCHASTIC, recipe_names
 
 WIDTH = 48
+X = jnp.ones((2, WIDTH))
 
 
 class Model(nnx.Module):
@@ -24,6 +25,11 @@ class Model(nnx.Module):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.split = nnx.LinearGeneral(WIDTH, (2, 5), rngs=rngs)
         self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.blocks:
+            x = layer(self.again(self.shared(self.norm(x))))
+        return x + self.split(x).sum()
 
 
 @pytest.fixture
@@ -50,17 +56,17 @@ def test_a_copy_shares_variables(model: Model):
 
 def test_a_shared_layer_has_several_paths(model: Model):
     for pattern in ("again", "shared"):
-        assert recipe_names(model, Rule(pattern, MXFP8))["again"] == "mxfp8"
-    outer = nnx.Dict(left=model, right=model)
-    names = recipe_names(nnx.Sequential(outer), Rule("layers/0/right/split", MXFP8))
-    assert names["layers/0/left/split"] == "mxfp8"
+        assert recipe_names(model, Rule(pattern, MXFP8), X)["again"] == "mxfp8"
+    both = nnx.Sequential(nnx.Sequential(model, model))
+    names = recipe_names(both, Rule("layers/0/layers/1/split", MXFP8), X)
+    assert names["layers/0/layers/0/split"] == "mxfp8"
 
 
 def test_a_stack_whose_streams_are_not_mapped():
     """Layers made by nnx.vmap, run by nnx.scan; the numbers are tested with stored kernels."""
     make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
     layers = make(nnx.Rngs(0).split(3))
-    (decision,) = convert.report(layers, Rule(".*", MXFP8)).decisions
+    (decision,) = convert.weights_report(layers, Rule(".*", MXFP8)).decisions
     assert (decision.layer.kernel, decision.layer.shape) == ((3, WIDTH, WIDTH), (WIDTH, WIDTH))
     converted = convert.nnx(layers, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
@@ -75,6 +81,27 @@ def test_only_streams_are_added(model: Model):
     # One of the model is for products that its code writes.
     streams = [path.split("]")[0] for path in state_paths(converted, nnx.RngState)]
     assert streams == [*["['mx_stream'"] * 2, *["['split'"] * 2]
+
+
+class Encoder(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return x @ self.w
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.encode(x)
+
+
+def test_methods_that_are_called_from_outside():
+    model = Encoder(nnx.Rngs(0))
+    converted = convert.nnx(model, Rule(".*", MXFP8), methods=["encode"])
+    assert (converted.encode(X) == converted(X)).all() and (model(X) != converted(X)).any()
+    without = convert.nnx(model, Rule(".*", MXFP8))
+    assert (without.encode(X) == model(X)).all(), "a part runs as it is written"
+    with pytest.raises(ValueError, match=r"got methods=\('encode', 'decode'\), .* has 'decode'"):
+        convert.nnx(model, Rule(".*", MXFP8), methods=["encode", "decode"])
 
 
 def test_errors():

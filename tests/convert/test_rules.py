@@ -10,7 +10,7 @@ import pytest
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, gains
-from mx_jax.convert.flax_layers import einsum_axes
+from mx_jax.convert.nnx_model import einsum_axes
 from mx_jax.convert.products import shape_in_product
 from mx_jax.convert.rules import Layer, as_rules, decide
 

@@ -188,6 +188,8 @@ def test_stored_again_and_boxed():
 def test_what_is_no_tree():
     with pytest.raises(TypeError, match=r"needs a flax\.nnx model or state, .* got Dense"):
         convert.weights(nn.Dense(8), Rule(".*", "mxfp8"))
+    with pytest.raises(TypeError, match=r"calibrate.Gptq\(moments\) does, got by='gptq'"):
+        convert.weights({}, Rule(".*", "mxfp8"), by="gptq")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="Linear is itself a model; model= and args="):
         model = nnx.Linear(32, 8, rngs=nnx.Rngs(0))
         convert.weights(model, Rule(".*", "mxfp8"), model=nn.Dense(8))

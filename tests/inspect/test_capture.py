@@ -333,6 +333,21 @@ def test_guard_names_the_layer_and_the_step_which_is_the_last(known, caplog):
     assert steps == [0, 1, 2, 3] and not caplog.records, "no callback fails"
 
 
+def test_after_an_error_a_guarded_step_goes_on():
+    guarded = inspect.guard(jax.jit(train_step))
+    with pytest.raises(inspect.NonFiniteError, match="at step=0"):
+        guarded(W, np.int32(3))
+    guarded(W, np.int32(0))
+    with pytest.raises(inspect.NonFiniteError, match="at step=2"):
+        guarded(W, np.int32(3))
+
+
+def test_an_empty_batch_has_no_record():
+    captured = inspect.capture(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+    assert captured(jnp.ones((0, 64)), jnp.ones((64, 8))).shape == (0, 8)
+    assert [tag.tensor for tag in captured.records] == ["weight"]
+
+
 def test_a_guarded_step_in_a_compiled_loop_stops_the_next():
     guarded, steps = inspect.guard(train_step, step=lambda w, step: step), []
     run, w = quick(guarded), W

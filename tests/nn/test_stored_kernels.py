@@ -244,16 +244,11 @@ def test_a_layout_for_other_products(way: Any):
 
 
 @needs_library
-@pytest.mark.parametrize("convert_it", [False, True], ids=["flax", "unmatched"])
-def test_unconverted_nnx_warns(convert_it: bool):
+def test_unconverted_nnx_warns():
     """Flax's own promote_dtype asks for an array: right, slow, and said."""
     case = CASES["dense"]
-    layer = Nnx().build(case)
-    if convert_it:
-        with pytest.warns(convert.UnusedRuleWarning):
-            layer = convert.nnx(layer, convert.Rule("elsewhere", RECIPE))
     params, x = params_of(case), draw(*case.x)
-    stored, run = run_nnx(layer, params | {"kernel": pack(case, params["kernel"])})
+    stored, run = run_nnx(Nnx().build(case), params | {"kernel": pack(case, params["kernel"])})
     with pytest.warns(UserWarning, match="is unpacked and dequantized, which is slow: only mx_jax"):
         actual = jax.jit(run)(stored, x)
     expected = x @ params["kernel"].dequantize() + params["bias"]

@@ -201,6 +201,7 @@ RESHAPES = [
         ((-3, WHOLE), (-2, WHOLE), (-1, WHOLE)),
     ),
     ("as it is", later((1, 1)), (1, 1), ((-1, 32),)),
+    ("divide no rows", later((0, 64)), (0, 2, 32), ((-1, 32),)),
 ]
 
 
