@@ -135,7 +135,7 @@ ffi::Error LeastLoss(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F3
   const Dimensions shape(x.dimensions().begin(), x.dimensions().end());
   FloatType type{};
   Geometry g;
-  MX_RETURN_IF_ERROR(ParseFloatType("least_loss", x, &type));
+  MX_RETURN_IF_ERROR(ParseFloatType(x, &type, "least_loss:"));
   MX_RETURN_IF_ERROR(FindGeometry("least_loss", shape, blocks, &g));
   const Dimensions scales_shape = ScalesShape(shape, g);
   const auto have = [](const Dimensions& wanted, const auto&... each) {

@@ -53,7 +53,7 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sign
     return InvalidArgument("mx_jax transform: size must be a power of two of 2 to ", kMaxTransform,
                            ", got size=", plan.size);
   }
-  MX_RETURN_IF_ERROR(ParseFloatType("transform", x, &plan.type));
+  MX_RETURN_IF_ERROR(ParseFloatType(x, &plan.type, "transform:"));
   plan.length = given[axis];
   const auto product = [&](int64_t first, int64_t last) {
     return std::accumulate(given.begin() + first, given.begin() + last, int64_t{1},
@@ -78,7 +78,7 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sign
     DrawBits(pool, keys, 32, size, own_signs.data());
     all_signs = own_signs.data();
   }
-  const int64_t width = plan.type == FloatType::kF32 ? 4 : 2;
+  const int64_t width = SizeOf(plan.type);
   const char* from = static_cast<const char*>(x.untyped_data());
   const TransformKernels& kernels = ChosenTransformKernels();
   // A task has groups of one slice, or many short slices.

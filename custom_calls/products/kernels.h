@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "common/float_types.h"
 #include "common/isas.h"
 #include "common/macros.h"
 #include "products/elements.h"
@@ -33,6 +34,7 @@ constexpr int kLhsPanelsPerGroup = 5;
 constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
 
 enum ScaleKind : int32_t { kNoScale, kScaleE8M0, kScaleE4M3 };
+constexpr const char* kScaleNames[] = {"none", "e8m0", "e4m3"};
 
 // kInt8: rhs is stored with 128 added, as vpdpbusd takes one unsigned operand.
 enum PanelType : int32_t { kInt8, kInt16, kBf16, kFloat32 };
@@ -41,8 +43,6 @@ constexpr int kNumPanelTypes = 4;
 // How a block's sum is scaled. kNormal: both scales and their product are normal float32.
 // kProduct: any float scales, one product. kWide: E8M0 scales that may be NaN or leave the range.
 enum Scaling : int32_t { kNormal, kProduct, kWide };
-
-enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
 
 // Where codes lie. kStrided: as strides say, either row_stride or k_stride being 1. The others hold
 // panels of kTileColumns rows, `panel_bytes` apart, of records for kRecordChunks chunks each, ready
@@ -228,7 +228,7 @@ struct MatmulKernels {
   // Copies codes and scales of kTileColumns rows, from first_row on, into a panel (weights.h).
   void (*pack_codes)(const Source& source, int64_t first_row, uint8_t* out);
   // Rounds alpha * tile[rows][columns] to the output's type, once.
-  void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
+  void (*store)(const float* tile, int rows, int columns, float alpha, FloatType type, void* out,
                 int64_t out_stride);
 };
 

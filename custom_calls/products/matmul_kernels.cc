@@ -1,8 +1,7 @@
 // The kernels of products, compiled for each instruction set: see common/target.h.
-#include "products/kernels.h"
-
+#include "common/float_types.h"
 #include "common/target.h"
-#include "products/store-inl.h"
+#include "products/kernels.h"
 #if MX_RANK >= MX_RANK_avx512
 #include "products/keep_avx512-inl.h"
 #else
@@ -15,6 +14,20 @@
 #endif
 
 namespace mx::MX_TARGET {
+namespace {
+
+// Rounds alpha * tile[rows][columns] to the output's type, once.
+void Store(const float* tile, int rows, int columns, float alpha, FloatType type, void* out,
+           int64_t out_stride) {
+  ByType(type, [&](auto of) {
+    auto* to = static_cast<decltype(of)*>(out);
+    for (int i = 0; i < rows; ++i, tile += kTileColumns, to += out_stride) {
+      for (int j = 0; j < columns; ++j) StoreValue(to + j, tile[j] * alpha);
+    }
+  });
+}
+
+}  // namespace
 
 #if MX_RANK >= MX_RANK_avx512_vnni
 namespace {

@@ -5,8 +5,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "products/panels6_avx512-inl.h"
-#include "products/scales_avx512-inl.h"
+#include "products/decode_avx512-inl.h"
 
 namespace mx::MX_TARGET {
 namespace {

@@ -119,7 +119,7 @@ void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const
   problem.rhs = rhs;
   problem.products = {{0, 0}};
   problem.factors = {{1, 1}};
-  problem.out_type = kOutFloat32;
+  problem.out_type = FloatType::kF32;
   problem.out = out;
   RunMatmul(pool, kernels, problem);
 }

@@ -82,7 +82,7 @@ Matrix DrawValues(Random& random, mx::Element element, int32_t block, int64_t ro
 }
 
 void Multiply(FlagThreads& threads, const mx::MatmulKernels& kernels, const mx::Source& lhs,
-              const mx::Source& rhs, mx::OutType type, float* out) {
+              const mx::Source& rhs, mx::FloatType type, float* out) {
   mx::MatmulProblem problem{};
   problem.lhs = lhs, problem.rhs = rhs, problem.products = {{0, 0}};
   problem.factors = {{1, 1}}, problem.out_type = type, problem.out = out;
@@ -107,14 +107,14 @@ void CheckProducts(const mx::MatmulKernels& kernels, const std::string& isa, mx:
                              ", block " + std::to_string(block) + ", scale kind " +
                              std::to_string(kind) + (wide ? ", any size" : "");
     StaysNormal(name, kSubnormalOperand | kUnderflow, [&](FlagThreads& threads) {
-      Multiply(threads, kernels, lhs.source, rhs.source, mx::kOutFloat32, out.data());
+      Multiply(threads, kernels, lhs.source, rhs.source, mx::FloatType::kF32, out.data());
     });
     StaysNormal(name + ", packed", kSubnormalOperand | kUnderflow, [&](FlagThreads& threads) {
       mx::ParallelFor(threads, sizes.panels, [&](int64_t panel) {
         kernels.pack_codes(rhs.source, panel * mx::kTileColumns, packed + panel * sizes.panel_bytes);
       });
       threads.Join();
-      Multiply(threads, kernels, lhs.source, mx::PackedSource(rhs.source, packed), mx::kOutBf16,
+      Multiply(threads, kernels, lhs.source, mx::PackedSource(rhs.source, packed), mx::FloatType::kBf16,
                out.data());
     });
   }
