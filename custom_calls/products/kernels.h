@@ -15,7 +15,8 @@
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_
 
-#include <cstdint>
+#include <stdint.h>
+#include <string.h>
 
 #include "common/float_types.h"
 #include "common/isas.h"
@@ -127,6 +128,29 @@ MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
     if (p[k * source.k_stride] & magnitude) return false;
   }
   return true;
+}
+
+// The scale bytes of a block of kTileColumns rows: those of 1 where there is no such block or row, and
+// of blocks of zeros.
+MX_INLINE void LoadScaleBytes(const Source& source, int64_t first_row, int64_t block,
+                              uint8_t* bytes) {
+  const bool packed = source.layout != kStrided, powers = source.scale_kind != kScaleE4M3;
+  memset(bytes, powers ? 127 : 0x38, kTileColumns);
+  if (source.scale_kind == kNoScale || block * source.block >= source.k) return;
+  const int64_t left = source.rows - first_row, step = packed ? 1 : source.scale_row_stride;
+  const uint8_t* from = packed ? ScalesAt(source, first_row, block)
+                               : source.scales + first_row * step + block * source.scale_block_stride;
+  if (step == 1 && left >= kTileColumns) {
+    memcpy(bytes, from, kTileColumns);
+  } else {
+    for (int64_t i = 0; i < kTileColumns && i < left; ++i) bytes[i] = from[i * step];
+  }
+  if (packed || !powers) return;
+  uint8_t low = 255;
+  for (int i = 0; i < kTileColumns; ++i) low = bytes[i] < low ? bytes[i] : low;
+  for (int i = 0; low < 32 && i < kTileColumns; ++i) {
+    if (bytes[i] < 32 && IsZeroBlock(source, first_row + i, block)) bytes[i] = 127;
+  }
 }
 
 // Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
@@ -260,7 +284,6 @@ static inline Source SliceOf(const Source& source, int64_t first, int64_t count)
 MX_DECLARE_PRODUCT_KERNELS(MatmulKernels, kMatmul)
 namespace avx512 {
 extern const PanelKernels kFloat32Panels;
-void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
 }  // namespace avx512
 
 }  // namespace mx

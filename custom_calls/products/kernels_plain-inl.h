@@ -71,24 +71,13 @@ MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const Number* ta
   for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] >> shift & mask];
 }
 
-// The scales of a block of `width` rows of a panel, of which there are `rows`.
+// The scales of a block of `width` rows of a panel.
 template <PanelType kType>
-MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block, int rows,
-                          int width, float* scales, ScaleRange* range) {
+MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block, int width,
+                          float* scales, ScaleRange* range) {
   const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
-  const bool none = block * source.block >= source.k || source.scale_kind == kNoScale;
-  const bool packed = source.layout != kStrided, powers = source.scale_kind != kScaleE4M3;
-  const int64_t step = packed ? 1 : source.scale_row_stride;
   uint8_t bytes[C];
-  memset(bytes, powers ? 127 : 0x38, sizeof bytes);
-  if (!none) {
-    const uint8_t* from = packed ? ScalesAt(source, first_row, block)
-                                 : source.scales + first_row * step + block * source.scale_block_stride;
-    for (int i = 0; i < rows; ++i) bytes[i] = from[i * step];
-    for (int i = 0; powers && !packed && i < rows; ++i) {
-      if (bytes[i] < 32 && IsZeroBlock(source, first_row + i, block)) bytes[i] = 127;
-    }
-  }
+  LoadScaleBytes(source, first_row, block, bytes);
   uint8_t low = bytes[0], high = bytes[0];
   for (int i = 0; i < C; ++i) {
     low = bytes[i] < low ? bytes[i] : low, high = bytes[i] > high ? bytes[i] : high;
@@ -117,8 +106,7 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
     Number* elements = (Number*)(corrections + (kType == kInt8 && kLhs ? per_chunk * kRows : 0));
     out = (char*)(elements + kChunk * kRows);
     for (int s = 0; s < per_chunk; ++s) {
-      PackScales<kType>(source, first_row, chunk * per_chunk + s, rows, kRows, scales + s * kRows,
-                        range);
+      PackScales<kType>(source, first_row, chunk * per_chunk + s, kRows, scales + s * kRows, range);
     }
     if (kType == kInt8 && kLhs) memset(corrections, 0, sizeof(int32_t) * per_chunk * kRows);
     for (int k = 0; k < kChunk; ++k) {

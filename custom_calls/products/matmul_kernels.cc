@@ -9,9 +9,8 @@
 #endif
 #if (MX_RANK >= MX_RANK_avx2 && MX_RANK < MX_RANK_avx512) || defined(__aarch64__)
 #include "products/codes_rows-inl.h"
-#elif MX_RANK == MX_RANK_avx512
-#include "products/pack_codes_avx512-inl.h"
 #endif
+#include "products/pack_codes-inl.h"
 
 namespace mx::MX_TARGET {
 namespace {
@@ -44,7 +43,7 @@ const PanelKernels *const kShort = &kInt16Panels, *const kWords = nullptr;
 #endif
 }  // namespace
 const MatmulKernels kMatmul = {
-    {&kInt8Panels, kShort, kWords, &avx512::kFloat32Panels}, avx512::PackCodes, Store};
+    {&kInt8Panels, kShort, kWords, &avx512::kFloat32Panels}, PackCodes, Store};
 #elif MX_RANK == MX_RANK_avx512
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
@@ -75,14 +74,14 @@ const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,     
                                      8, kX86 ? kE3M2 + 1 : 0, kAnew, !kX86};
 }  // namespace
 const MatmulKernels kMatmul = {
-    {kBytes, kShort, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+    {kBytes, kShort, nullptr, &kFloat32Panels}, PackCodes, Store};
 #else
 namespace {
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>, PackFew<kFloat32>,
                                      Multiply<kFloat32>, nullptr,           nullptr};
 }  // namespace
 const MatmulKernels kMatmul = {
-    {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+    {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
 #endif
 
 }  // namespace mx::MX_TARGET

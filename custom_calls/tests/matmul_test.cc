@@ -183,7 +183,7 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
                         reinterpret_cast<uint8_t*>(expected.data())};
     std::fill(bytes[0], bytes[0] + sizes.panel_bytes, uint8_t{0xaa});
     kernels.pack_codes(matrix.source, panel * kTileColumns, bytes[0]);
-    PackCodesPortable(matrix.source, panel * kTileColumns, bytes[1]);
+    portable::kMatmul.pack_codes(matrix.source, panel * kTileColumns, bytes[1]);
     if (!std::equal(bytes[0], bytes[0] + sizes.panel_bytes, bytes[1])) return false;
   }
   return true;
