@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "common/dispatch.h"
@@ -16,6 +15,7 @@
 #include "common/thread_pool.h"
 #include "products/run.h"
 #include "products/weights.h"
+#include "tests/check.h"
 
 namespace mx {
 namespace {
@@ -95,22 +95,6 @@ bool Close(const Matrix& lhs, const Matrix& rhs, const float* product) {
   return true;
 }
 
-// Starts a thread for each task.
-class Threads {
- public:
-  ~Threads() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t num_threads() const { return 3; }
-  template <class Task>
-  void Schedule(Task task) {
-    threads_.emplace_back([task]() mutable { task(); });
-  }
-
- private:
-  std::vector<std::thread> threads_;
-};
-
 template <class Pool>
 void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const Source& rhs,
               float* out) {
@@ -153,7 +137,7 @@ bool Check(const MatmulKernels& kernels, int seed) {
   for (int64_t panel = 0; panel < packed.panels; ++panel) {
     kernels.pack_codes(rhs.source, panel * kTileColumns, bytes + panel * packed.panel_bytes);
   }
-  Threads threads;
+  mx_test::Threads threads;
   Multiply(threads, kernels, lhs.source, PackedSource(rhs.source, bytes), again.get());
   if (!std::equal(out.get(), out.get() + m * n, again.get())) return false;
   // On several threads, where there is work enough for them.
