@@ -209,7 +209,7 @@ const char* Mismatch(const Coded& coded, ffi::AnyBuffer codes, ffi::AnyBuffer sc
 
 // Its tensor scale, if it has one: one for each entry of the batch, or for each row.
 ffi::Error TakeRowScale(const ffi::RemainingArgs& rest, size_t index, int64_t entries, int64_t rows,
-                        CodedRows* taken) {
+                        CodedRows* coded_rows) {
   auto scale = rest.get<ffi::AnyBuffer>(index);
   if (scale.has_error()) return scale.error();
   const int64_t count = static_cast<int64_t>(scale->element_count());
@@ -219,8 +219,8 @@ ffi::Error TakeRowScale(const ffi::RemainingArgs& rest, size_t index, int64_t en
                            " or one for each of ", rows, " rows, got tensor_scale.shape=",
                            Shape(scale->dimensions()));
   }
-  taken->tensor_scales = static_cast<const float*>(scale->untyped_data());
-  taken->rows_per_scale = count == 0 ? 1 : rows / count;
+  coded_rows->tensor_scales = static_cast<const float*>(scale->untyped_data());
+  coded_rows->rows_per_scale = count == 0 ? 1 : rows / count;
   return ffi::Error::Success();
 }
 

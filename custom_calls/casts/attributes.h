@@ -18,12 +18,12 @@ namespace mx {
 template <class T>
 xla::ffi::Error ReadAttribute(const char* operation, const xla::ffi::Dictionary& all,
                               const std::string& name, T* value) {
-  auto found = all.get<T>(name);
-  if (found.has_error()) {
+  auto attribute = all.get<T>(name);
+  if (attribute.has_error()) {
     return InvalidArgument("mx_jax ", operation, ": attribute ", name, ": ",
-                           found.error().message());
+                           attribute.error().message());
   }
-  *value = *found;
+  *value = *attribute;
   return xla::ffi::Error::Success();
 }
 

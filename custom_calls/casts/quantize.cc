@@ -50,27 +50,28 @@ struct Cast {
 // The attributes have their names after a prefix.
 ffi::Error ReadCast(const ffi::Dictionary& all, const std::string& prefix, ffi::AnyBuffer x,
                     Cast* cast) {
-  CastAttributes& given = cast->attributes;
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "blocks", &cast->blocks));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "element", &given.element));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "rounding", &given.rounding));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "random_bits", &given.random_bits));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "derivations", &given.derivations));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "rule", &given.rule));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "scale_element",
-                                   &given.scale_element));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "threshold", &given.threshold));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "target", &given.target));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "has_tensor_scale",
-                                   &given.has_tensor_scale));
-  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "largest_value",
-                                   &given.largest_value));
-  if (!(given.largest_value >= 0) || (given.has_tensor_scale && given.largest_value != 0)) {
+  CastAttributes& attributes = cast->attributes;
+  const auto read = [&](const char* name, auto* value) {
+    return ReadAttribute("quantize", all, prefix + name, value);
+  };
+  MX_RETURN_IF_ERROR(read("blocks", &cast->blocks));
+  MX_RETURN_IF_ERROR(read("element", &attributes.element));
+  MX_RETURN_IF_ERROR(read("rounding", &attributes.rounding));
+  MX_RETURN_IF_ERROR(read("random_bits", &attributes.random_bits));
+  MX_RETURN_IF_ERROR(read("derivations", &attributes.derivations));
+  MX_RETURN_IF_ERROR(read("rule", &attributes.rule));
+  MX_RETURN_IF_ERROR(read("scale_element", &attributes.scale_element));
+  MX_RETURN_IF_ERROR(read("threshold", &attributes.threshold));
+  MX_RETURN_IF_ERROR(read("target", &attributes.target));
+  MX_RETURN_IF_ERROR(read("has_tensor_scale", &attributes.has_tensor_scale));
+  MX_RETURN_IF_ERROR(read("largest_value", &attributes.largest_value));
+  const float largest = attributes.largest_value;
+  if (!(largest >= 0) || (attributes.has_tensor_scale && largest != 0)) {
     return InvalidArgument("mx_jax quantize: largest_value must be above 0 where a tensor scale is ",
-                           "to be found, else 0, got largest_value=", given.largest_value,
-                           ", has_tensor_scale=", given.has_tensor_scale);
+                           "to be found, else 0, got largest_value=", largest,
+                           ", has_tensor_scale=", attributes.has_tensor_scale);
   }
-  MX_RETURN_IF_ERROR(ParseCast(given, &cast->plan));
+  MX_RETURN_IF_ERROR(ParseCast(attributes, &cast->plan));
   MX_RETURN_IF_ERROR(ParseFloatType(x, &cast->plan.type, "quantize:"));
   MX_RETURN_IF_ERROR(FindGeometry("quantize", x.dimensions(), cast->blocks, &cast->geometry));
   FillPlan(cast->geometry, &cast->plan);
@@ -88,27 +89,28 @@ size_t NumResults(const CastAttributes& attributes) {
 }
 
 ffi::Error CheckCount(const ffi::RemainingArgs& rest, size_t expected,
-                      const ffi::RemainingRets& found, size_t wanted) {
+                      const ffi::RemainingRets& results, size_t wanted) {
   if (rest.size() != expected) {
     return InvalidArgument("mx_jax quantize: needs ", expected, " operands after x: a tensor scale ",
                            "where has_tensor_scale says so, and random bits for stochastic ",
                            "rounding, got ", rest.size());
   }
-  if (found.size() == wanted) return ffi::Error::Success();
+  if (results.size() == wanted) return ffi::Error::Success();
   return InvalidArgument("mx_jax quantize: needs ", wanted, " results after scales: a tensor scale ",
-                         "where largest_value is not 0, got ", found.size());
+                         "where largest_value is not 0, got ", results.size());
 }
 
 template <class Pool>
 ffi::Error Draw(Pool& pool, const ffi::AnyBuffer& keys, const ffi::AnyBuffer& x, Cast* cast) {
-  std::vector<uint32_t> own;
-  const CastAttributes& given = cast->attributes;
-  MX_RETURN_IF_ERROR(DeriveKeys("quantize", keys, x.dimensions(), given.derivations, &own));
+  std::vector<uint32_t> words;
+  const CastAttributes& attributes = cast->attributes;
+  MX_RETURN_IF_ERROR(DeriveKeys("quantize", keys, x.dimensions(), attributes.derivations, &words));
   const size_t size = x.element_count();
   cast->drawn = std::make_unique<Scratch>(size * sizeof(int32_t));
   int32_t* bits = reinterpret_cast<int32_t*>(cast->drawn->data());
   if (size != 0) {
-    DrawBits(pool, own, given.random_bits, static_cast<int64_t>(size / (own.size() / 2)), bits);
+    const int64_t places = static_cast<int64_t>(size / (words.size() / 2));
+    DrawBits(pool, words, attributes.random_bits, places, bits);
   }
   cast->plan.random_bits = bits;
   return ffi::Error::Success();
@@ -163,8 +165,6 @@ ffi::Error TakeResults(ffi::AnyBuffer x, const Geometry& geometry, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
-// Tensor scales that a cast finds itself are of the largest magnitude of the blocks without NaN or Inf.
-
 // Whether `scales` is `shape` with all axes from some on reduced to 1.
 bool IsReduced(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> scales) {
   if (shape.size() != scales.size()) return false;
@@ -174,16 +174,17 @@ bool IsReduced(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> scales) 
   return axis == shape.size();
 }
 
-// Result `index` of `rest`, which the plan takes: a tensor scale for each of equal parts of x.
+// Result `index` of `rest`, which the plan takes: a tensor scale for each of equal parts of x, of the
+// largest magnitude of its blocks without NaN or Inf.
 template <class Pool>
 ffi::Error FindTensorScales(Pool& pool, const ffi::AnyBuffer& x, const ffi::RemainingRets& rest,
                             size_t index, Cast* cast) {
   QuantizePlan* plan = &cast->plan;
   const float largest_value = cast->attributes.largest_value;
   if (largest_value == 0) return ffi::Error::Success();
-  auto found = rest.get<ffi::Buffer<ffi::F32>>(index);
-  if (found.has_error()) return found.error();
-  ffi::Buffer<ffi::F32>& scales = **found;
+  auto result = rest.get<ffi::Buffer<ffi::F32>>(index);
+  if (result.has_error()) return result.error();
+  ffi::Buffer<ffi::F32>& scales = **result;
   const int64_t count = static_cast<int64_t>(scales.element_count());
   if (!IsReduced(x.dimensions(), scales.dimensions()) || (count != 0 && plan->outer % count != 0)) {
     return InvalidArgument("mx_jax quantize: tensor_scale must have the shape of x with its last ",
@@ -242,16 +243,16 @@ ffi::Error AlignRows(const Geometry& columns, int64_t rank, Cast* rows) {
 // What follows x, and what follows codes and scales, of all casts in their order.
 template <class Pool>
 ffi::Error TakeRest(Pool& pool, const ffi::AnyBuffer& x, const ffi::RemainingArgs& rest,
-                    const ffi::RemainingRets& found, std::initializer_list<Cast*> casts) {
+                    const ffi::RemainingRets& outputs, std::initializer_list<Cast*> casts) {
   size_t operands = 0, results = 0;
   for (const Cast* cast : casts) {
     operands += NumOperands(cast->attributes), results += NumResults(cast->attributes);
   }
-  MX_RETURN_IF_ERROR(CheckCount(rest, operands, found, results));
+  MX_RETURN_IF_ERROR(CheckCount(rest, operands, outputs, results));
   operands = results = 0;
   for (Cast* cast : casts) {
     MX_RETURN_IF_ERROR(TakeOperands(pool, rest, operands, x, cast));
-    MX_RETURN_IF_ERROR(FindTensorScales(pool, x, found, results, cast));
+    MX_RETURN_IF_ERROR(FindTensorScales(pool, x, outputs, results, cast));
     cast->lifted = LiftTiny(pool, static_cast<int64_t>(x.element_count()), &cast->plan);
     operands += NumOperands(cast->attributes), results += NumResults(cast->attributes);
   }
@@ -260,11 +261,11 @@ ffi::Error TakeRest(Pool& pool, const ffi::AnyBuffer& x, const ffi::RemainingArg
 
 ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                     ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scales,
-                    ffi::RemainingRets found, ffi::Dictionary attributes) {
+                    ffi::RemainingRets tensor_scales, ffi::Dictionary attributes) {
   Cast cast;
   MX_RETURN_IF_ERROR(ReadCast(attributes, "", x, &cast));
   MX_RETURN_IF_ERROR(TakeResults(x, cast.geometry, *codes, *scales, &cast.plan));
-  MX_RETURN_IF_ERROR(TakeRest(pool, x, rest, found, {&cast}));
+  MX_RETURN_IF_ERROR(TakeRest(pool, x, rest, tensor_scales, {&cast}));
   if (x.element_count() != 0) ShareBlocks(pool, cast.plan, ChosenQuantizeKernels());
   return ffi::Error::Success();
 }
@@ -274,7 +275,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs r
 ffi::Error QuantizeBoth(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scales,
                         ffi::Result<ffi::AnyBuffer> other_codes,
-                        ffi::Result<ffi::AnyBuffer> other_scales, ffi::RemainingRets found,
+                        ffi::Result<ffi::AnyBuffer> other_scales, ffi::RemainingRets tensor_scales,
                         ffi::Dictionary attributes) {
   Cast last, other;
   MX_RETURN_IF_ERROR(ReadCast(attributes, "last_", x, &last));
@@ -283,7 +284,7 @@ ffi::Error QuantizeBoth(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
   MX_RETURN_IF_ERROR(AlignRows(other.geometry, rank, &last));
   MX_RETURN_IF_ERROR(TakeResults(x, last.geometry, *codes, *scales, &last.plan));
   MX_RETURN_IF_ERROR(TakeResults(x, other.geometry, *other_codes, *other_scales, &other.plan));
-  MX_RETURN_IF_ERROR(TakeRest(pool, x, rest, found, {&last, &other}));
+  MX_RETURN_IF_ERROR(TakeRest(pool, x, rest, tensor_scales, {&last, &other}));
   if (x.element_count() != 0) ShareStrips(pool, last.plan, other.plan, ChosenQuantizeKernels());
   return ffi::Error::Success();
 }

@@ -83,10 +83,10 @@ void Run(const StatisticsPlan& plan, int64_t start, int64_t n, uint32_t* channel
       *channels = *channels < amax ? amax : *channels;
       continue;
     }
-    uint32_t* own = channels + first;
+    uint32_t* largest = channels + first;
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t size = FiniteSize(tile.x[i]);
-      own[i] = own[i] < size ? size : own[i];
+      largest[i] = largest[i] < size ? size : largest[i];
     }
   }
 }
@@ -96,8 +96,8 @@ void RunsOf(const StatisticsPlan& plan, int64_t begin, int64_t end, uint32_t* ch
             StatisticsTotals* totals) {
   const int64_t n = plan.inner == 1 ? plan.channels : plan.inner;
   for (int64_t run = begin; run < end; ++run) {
-    uint32_t* own = plan.inner == 1 ? channels : channels + run % plan.channels;
-    Run<kInteger, T>(plan, run * n, n, own, totals);
+    uint32_t* largest = plan.inner == 1 ? channels : channels + run % plan.channels;
+    Run<kInteger, T>(plan, run * n, n, largest, totals);
   }
 }
 

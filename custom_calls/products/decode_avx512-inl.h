@@ -1,5 +1,5 @@
-// What packing reads, with AVX-512: codes and high-precision values to the words that panels hold, panels
-// of codes of six bits (weights.h), and the scales of 32 rows with the range that they span.
+// What packing reads, with AVX-512: codes and high-precision values to the words that panels hold,
+// panels of codes of six bits (weights.h), and the scales of 32 rows with the range that they span.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_DECODE_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_DECODE_AVX512_INL_H_
 
@@ -49,29 +49,29 @@ MX_INLINE Decoder MakeDecoder(Element element, PanelType type) {
 MX_INLINE __m512i LookupBytes(const __m512i* table, int levels, __m512i codes) {
   if (levels == 0) return codes;
   const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-  __m512i found = _mm512_shuffle_epi8(table[0], low);
-  if (levels == 1) return found;
+  __m512i bytes = _mm512_shuffle_epi8(table[0], low);
+  if (levels == 1) return bytes;
   // In steps of 16: bits 4 and 5 choose the table.
   const __m512i group = _mm512_and_si512(codes, _mm512_set1_epi8(0x30));
   MX_UNROLL
   for (int i = 1; i < 4; ++i) {
     const __mmask64 mine = _mm512_cmpeq_epi8_mask(group, _mm512_set1_epi8((char)(16 * i)));
-    found = _mm512_mask_shuffle_epi8(found, mine, table[i], low);
+    bytes = _mm512_mask_shuffle_epi8(bytes, mine, table[i], low);
   }
-  return found;
+  return bytes;
 }
 
 // 32 codes to the 32 words that the table of 256 has for them.
 MX_INLINE __m512i LookupWords(const Decoder& decoder, __m256i codes) {
   const __m512i index = _mm512_cvtepu8_epi16(codes);
   const __m512i* t = decoder.table;
-  __m512i found = _mm512_permutex2var_epi16(t[0], index, t[1]);
+  __m512i words = _mm512_permutex2var_epi16(t[0], index, t[1]);
   const __mmask32 bit6 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
   const __mmask32 bit7 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
-  found = _mm512_mask_mov_epi16(found, bit6, _mm512_permutex2var_epi16(t[2], index, t[3]));
+  words = _mm512_mask_mov_epi16(words, bit6, _mm512_permutex2var_epi16(t[2], index, t[3]));
   const __m512i upper = _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(t[4], index, t[5]), bit6,
                                               _mm512_permutex2var_epi16(t[6], index, t[7]));
-  return _mm512_mask_mov_epi16(found, bit7, upper);
+  return _mm512_mask_mov_epi16(words, bit7, upper);
 }
 
 // 32 bf16 to 32 float32: a shift.

@@ -161,9 +161,9 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
     matrix.scales[i] = static_cast<uint8_t>(Pick(random, 256));
   }
   const WeightSizes sizes = SizesOfWeights(element, block, rows, k);
-  Scratch found(sizes.panel_bytes), expected(sizes.panel_bytes);
+  Scratch result(sizes.panel_bytes), expected(sizes.panel_bytes);
   for (int64_t panel = 0; panel < sizes.panels; ++panel) {
-    uint8_t* bytes[] = {reinterpret_cast<uint8_t*>(found.data()),
+    uint8_t* bytes[] = {reinterpret_cast<uint8_t*>(result.data()),
                         reinterpret_cast<uint8_t*>(expected.data())};
     std::fill(bytes[0], bytes[0] + sizes.panel_bytes, uint8_t{0xaa});
     kernels.pack_codes(matrix.source, panel * kTileColumns, bytes[0]);
