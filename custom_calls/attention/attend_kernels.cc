@@ -91,8 +91,8 @@ MX_INLINE Floats Exp(Floats x) {
   exponent = (bits - 0x4b400000 + 127) << 23;
   Floats two_to_n;
   memcpy(&two_to_n, &exponent, sizeof two_to_n);
-  const Floats found = power * two_to_n;
-  return x != x ? x : tiny ? Floats{} : found;
+  const Floats result = power * two_to_n;
+  return x != x ? x : tiny ? Floats{} : result;
 }
 
 // Scores of `count` rows of keys, as many as a vector has lanes if kAll, else fewer.
@@ -102,10 +102,10 @@ MX_INLINE void ScoreRows(const AttendProblem& p, const float* query, const float
   Floats sums[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= p.width; i += kLanes) {
-    const Floats own = Load(query + i);
+    const Floats part = Load(query + i);
     // Rows beyond the last are the last one again.
     for (int r = 0; r < kLanes; ++r) {
-      sums[r] += own * Load(keys + (kAll || r < count ? r : count - 1) * p.width + i);
+      sums[r] += part * Load(keys + (kAll || r < count ? r : count - 1) * p.width + i);
     }
   }
   Floats total = SumEach(sums);
@@ -120,10 +120,10 @@ void Score(const AttendProblem& p, const float* keys, int64_t first, int64_t cou
   for (int64_t at = 0; at < count; at += kLanes) {
     const float* rows = keys + at * p.width;
     for (int64_t query = 0; query < p.num_queries; ++query) {
-      const float* own = p.queries + query * p.width;
+      const float* values = p.queries + query * p.width;
       float* scores = p.weights + query * p.seen + first + at;
-      count - at >= kLanes ? ScoreRows<true>(p, own, rows, kLanes, scores)
-                           : ScoreRows<false>(p, own, rows, count - at, scores);
+      count - at >= kLanes ? ScoreRows<true>(p, values, rows, kLanes, scores)
+                           : ScoreRows<false>(p, values, rows, count - at, scores);
     }
   }
 }
@@ -152,17 +152,17 @@ MX_INLINE float Exponentials(float* scores, int64_t count) {
   Floats sums = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const Floats found = Exp(Load(scores + i) - All(largest));
-    Store(scores + i, found);
-    sums += found;
+    const Floats powers = Exp(Load(scores + i) - All(largest));
+    Store(scores + i, powers);
+    sums += powers;
   }
   if (i < count) {
     // Lanes beyond the end give 0 whatever the largest is.
     Floats some = All(-1e30f);
     for (int64_t j = i; j < count; ++j) some[j - i] = scores[j] - largest;
-    const Floats found = Exp(some);
-    memcpy(scores + i, &found, static_cast<size_t>(count - i) * sizeof *scores);
-    sums += found;
+    const Floats powers = Exp(some);
+    memcpy(scores + i, &powers, static_cast<size_t>(count - i) * sizeof *scores);
+    sums += powers;
   }
   return Sum(sums);
 }

@@ -18,12 +18,12 @@ namespace mx {
 template <class T>
 xla::ffi::Error ReadAttribute(const char* operation, const xla::ffi::Dictionary& all,
                               const std::string& name, T* value) {
-  auto found = all.get<T>(name);
-  if (found.has_error()) {
+  auto attribute = all.get<T>(name);
+  if (attribute.has_error()) {
     return InvalidArgument("mx_jax ", operation, ": attribute ", name, ": ",
-                           found.error().message());
+                           attribute.error().message());
   }
-  *value = *found;
+  *value = *attribute;
   return xla::ffi::Error::Success();
 }
 
@@ -43,19 +43,14 @@ inline xla::ffi::Error ParseElement(const char* operation, const char* name,
   return xla::ffi::Error::Success();
 }
 
+// As Rounding has them.
+constexpr const char* kRoundingNames[] = {"nearest", "away", "toward_zero", "stochastic"};
+
 inline xla::ffi::Error ParseRounding(std::string_view name, int32_t num_bits, Rounding* rounding) {
-  const bool stochastic = name == "stochastic";
-  if (name == "nearest") {
-    *rounding = Rounding::kNearest;
-  } else if (name == "away") {
-    *rounding = Rounding::kAway;
-  } else if (name == "toward_zero") {
-    *rounding = Rounding::kTowardZero;
-  } else if (stochastic) {
-    *rounding = Rounding::kStochastic;
-  } else {
+  if (!FindName(kRoundingNames, name, rounding)) {
     return InvalidArgument("mx_jax quantize: unknown rounding='", name, "'");
   }
+  const bool stochastic = *rounding == Rounding::kStochastic;
   if (stochastic ? num_bits < 1 || num_bits > 17 : num_bits != 0) {
     return InvalidArgument("mx_jax quantize: random_bits must be 1..17 for stochastic rounding and ",
                            "0 for others, got random_bits=", num_bits, ", rounding='", name, "'");
@@ -138,22 +133,8 @@ inline xla::ffi::Error ParseCast(const CastAttributes& attributes, QuantizePlan*
                    attributes.scale_element, plan->element, &plan->rule);
 }
 
-// What scales mean: mx_jax.formats.ScaleFormat.kind.
-inline xla::ffi::Error ParseKind(const char* operation, std::string_view name,
-                                 ScaleFormatKind* kind) {
-  if (name == "exponent") {
-    *kind = ScaleFormatKind::kExponent;
-  } else if (name == "element") {
-    *kind = ScaleFormatKind::kElement;
-  } else if (name == "divisor") {
-    *kind = ScaleFormatKind::kDivisor;
-  } else if (name == "multiplier") {
-    *kind = ScaleFormatKind::kMultiplier;
-  } else {
-    return InvalidArgument("mx_jax ", operation, ": unknown kind='", name, "' of scales");
-  }
-  return xla::ffi::Error::Success();
-}
+// What scales mean, as ScaleFormatKind has it: mx_jax.formats.ScaleFormat.kind.
+constexpr const char* kScaleKindNames[] = {"exponent", "element", "divisor", "multiplier"};
 
 // Operand `index` of `rest`: float32, one number for each of equal parts of the slices.
 inline xla::ffi::Error TakeTensorScale(const char* operation, const xla::ffi::RemainingArgs& rest,
@@ -170,24 +151,6 @@ inline xla::ffi::Error TakeTensorScale(const char* operation, const xla::ffi::Re
   }
   *scales = static_cast<const float*>(scale->untyped_data());
   return xla::ffi::Error::Success();
-}
-
-inline xla::ffi::Error ParseFloatType(const char* operation, const xla::ffi::AnyBuffer& x,
-                                      FloatType* type) {
-  switch (x.element_type()) {
-    case xla::ffi::F32:
-      *type = FloatType::kF32;
-      return xla::ffi::Error::Success();
-    case xla::ffi::BF16:
-      *type = FloatType::kBf16;
-      return xla::ffi::Error::Success();
-    case xla::ffi::F16:
-      *type = FloatType::kF16;
-      return xla::ffi::Error::Success();
-    default:
-      return InvalidArgument("mx_jax ", operation, ": needs float32, bfloat16 or float16, got an ",
-                             "array of shape ", Shape(x.dimensions()), " of another dtype");
-  }
 }
 
 }  // namespace mx

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "casts/attributes.h"
-#include "casts/coded.h"
 #include "casts/decoding.h"
 #include "casts/geometry.h"
 #include "casts/lift.h"
@@ -22,7 +21,7 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   DequantizePlan plan{};
   Geometry geometry;
   const Dimensions shape(out->dimensions().begin(), out->dimensions().end());
-  MX_RETURN_IF_ERROR(ParseFloatType("dequantize", *out, &plan.type));
+  MX_RETURN_IF_ERROR(ParseFloatType(*out, &plan.type, "dequantize:"));
   MX_RETURN_IF_ERROR(
       ReadCoded("dequantize", attributes, shape, codes, scales, rest, &geometry, &plan));
   plan.out = out->untyped_data();

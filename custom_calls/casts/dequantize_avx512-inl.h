@@ -147,10 +147,10 @@ MX_INLINE bool FindFactors(const DequantizePlan& plan, const Decoder& decoder, i
 }
 
 template <class T, bool kInteger, bool kExact>
-void DecodeSegment(const DequantizePlan& plan, const Decoder& given, int64_t index,
+void DecodeSegment(const DequantizePlan& plan, const Decoder& constants, int64_t index,
                    int64_t count, const uint8_t* codes, T* out, const float* tensor) {
   // A copy, which no store can change, stays in registers.
-  const Decoder decoder = given;
+  const Decoder decoder = constants;
   const int shift = __builtin_ctzll(static_cast<unsigned long long>(plan.block));
   alignas(64) float factors[kGroup];
   while (count > 0) {

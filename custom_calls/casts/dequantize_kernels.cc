@@ -1,6 +1,6 @@
 // The dequantizing kernels, compiled for each instruction set: see common/target.h.
 #include "casts/dequantize.h"
-#include "casts/dequantize_squares-inl.h"
+#include "casts/dequantize_plain-inl.h"
 #include "common/target.h"
 #if MX_RANK >= MX_RANK_avx512
 #include "casts/dequantize_avx512-inl.h"

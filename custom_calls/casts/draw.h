@@ -23,27 +23,27 @@ template <class Shape>
 xla::ffi::Error DeriveKeys(const char* operation, const xla::ffi::AnyBuffer& keys,
                            const Shape& shape, xla::ffi::Span<const int64_t> derivations,
                            std::vector<uint32_t>* words) {
-  const auto given = keys.dimensions();
-  const size_t batch = given.size() - 1;
-  bool fits = keys.element_type() == xla::ffi::U32 && given.size() >= 1 &&
-              batch <= shape.size() && given.back() == 2;
+  const auto key_shape = keys.dimensions();
+  const size_t batch = key_shape.size() - 1;
+  bool fits = keys.element_type() == xla::ffi::U32 && key_shape.size() >= 1 &&
+              batch <= shape.size() && key_shape.back() == 2;
   int64_t count = 1;
   for (size_t axis = 0; fits && axis < batch; ++axis) {
-    fits = given[axis] == 1 || given[axis] == shape[axis];
+    fits = key_shape[axis] == 1 || key_shape[axis] == shape[axis];
     count *= shape[axis];
   }
   if (!fits) {
     return InvalidArgument("mx_jax ", operation, ": needs keys uint32 [*batch, 2] for an array ",
-                           "[*batch, *places], got keys.shape=", mx::Shape(given), ", shape=",
+                           "[*batch, *places], got keys.shape=", mx::Shape(key_shape), ", shape=",
                            mx::Shape(shape));
   }
   const auto* from = static_cast<const uint32_t*>(keys.untyped_data());
   for (int64_t place = 0; place < count; ++place) {
     int64_t key = 0, stride = 1, rest = place;
     for (size_t axis = batch; axis-- > 0; rest /= shape[axis]) {
-      if (given[axis] == 1) continue;
+      if (key_shape[axis] == 1) continue;
       key += rest % shape[axis] * stride;
-      stride *= given[axis];
+      stride *= key_shape[axis];
     }
     uint32_t first = from[2 * key], second = from[2 * key + 1];
     for (const int64_t index : derivations) {

@@ -105,20 +105,20 @@ void ChooseBlocks(const Tiles& tiles, const Choice& choice, int64_t begin, int64
     AddLosses(tiles, tile, x, choice.values[0], lost);
     AddLosses(tiles, tile, x, choice.values[1], other);
     const int64_t blocks = tiles.by_columns ? tile.columns : 1;
-    uint8_t taken[kColumns];
+    uint8_t winner[kColumns];
     for (int64_t i = 0; i < blocks; ++i) {
-      taken[i] = other[i] < lost[i];
-      choice.out_scales[tile.scale + i] = choice.scales[taken[i]][tile.scale + i];
+      winner[i] = other[i] < lost[i];
+      choice.out_scales[tile.scale + i] = choice.scales[winner[i]][tile.scale + i];
     }
     for (int64_t row = 0; row < tile.rows; ++row) {
       const int64_t first = tile.start + row * tile.row_stride;
       if (!tiles.by_columns) {
-        std::copy_n(choice.codes[taken[0]] + first, tile.columns, choice.out_codes + first);
+        std::copy_n(choice.codes[winner[0]] + first, tile.columns, choice.out_codes + first);
         continue;
       }
       for (int64_t i = 0; i < blocks; ++i) {
         const uint8_t one = choice.codes[0][first + i], two = choice.codes[1][first + i];
-        choice.out_codes[first + i] = taken[i] ? two : one;
+        choice.out_codes[first + i] = winner[i] ? two : one;
       }
     }
   }
@@ -135,7 +135,7 @@ ffi::Error LeastLoss(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F3
   const Dimensions shape(x.dimensions().begin(), x.dimensions().end());
   FloatType type{};
   Geometry g;
-  MX_RETURN_IF_ERROR(ParseFloatType("least_loss", x, &type));
+  MX_RETURN_IF_ERROR(ParseFloatType(x, &type, "least_loss:"));
   MX_RETURN_IF_ERROR(FindGeometry("least_loss", shape, blocks, &g));
   const Dimensions scales_shape = ScalesShape(shape, g);
   const auto have = [](const Dimensions& wanted, const auto&... each) {

@@ -5,7 +5,6 @@
 #if MX_RANK >= MX_RANK_avx512_vbmi
 #include "casts/word_casts_vbmi-inl.h"
 #else
-#include "casts/amax-inl.h"
 #include "casts/quantize_squares-inl.h"
 #include "casts/strips-inl.h"
 #if MX_RANK >= MX_RANK_avx512

@@ -58,8 +58,8 @@ void EncodeAny(const float* MX_RESTRICT x, int64_t n, const float* MX_RESTRICT f
 
 template <bool kInteger, bool kDivides, bool kEach>
 MX_INLINE void EncodeNearest(const float* MX_RESTRICT x, int64_t n, const float* MX_RESTRICT factors,
-                             const Magic& given, float limit, uint8_t* MX_RESTRICT codes) {
-  const Magic magic = given;
+                             const Magic& constants, float limit, uint8_t* MX_RESTRICT codes) {
+  const Magic magic = constants;
   for (int64_t i = 0; i < n; ++i) {
     const float factor = factors[kEach ? i : 0];
     float y = kDivides ? x[i] / factor : x[i] * factor;

@@ -19,11 +19,11 @@ ffi::Error RandomBits(ffi::ThreadPool pool, ffi::AnyBuffer keys,
   if (width < 1 || width > 32) {
     return InvalidArgument("mx_jax random_bits: needs a width of 1 to 32, got width=", width);
   }
-  std::vector<uint32_t> own;
-  MX_RETURN_IF_ERROR(DeriveKeys("random_bits", keys, bits->dimensions(), derivations, &own));
+  std::vector<uint32_t> words;
+  MX_RETURN_IF_ERROR(DeriveKeys("random_bits", keys, bits->dimensions(), derivations, &words));
   if (bits->element_count() == 0) return ffi::Error::Success();
-  const int64_t places = static_cast<int64_t>(bits->element_count() / (own.size() / 2));
-  DrawBits(pool, own, width, places, bits->typed_data());
+  const int64_t places = static_cast<int64_t>(bits->element_count() / (words.size() / 2));
+  DrawBits(pool, words, width, places, bits->typed_data());
   return ffi::Error::Success();
 }
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "casts/attributes.h"
-#include "casts/coded.h"
 #include "casts/decoding.h"
 #include "casts/geometry.h"
 #include "casts/lift.h"
@@ -168,7 +167,7 @@ ffi::Error CastStatistics(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   DequantizePlan coded{};
   Geometry geometry;
   int64_t axis = 0;
-  MX_RETURN_IF_ERROR(ParseFloatType("statistics", x, &plan.type));
+  MX_RETURN_IF_ERROR(ParseFloatType(x, &plan.type, "statistics:"));
   MX_RETURN_IF_ERROR(
       ReadCoded("statistics", attributes, shape, codes, scales, rest, &geometry, &coded));
   MX_RETURN_IF_ERROR(ReadAttribute("statistics", attributes, "axis", &axis));

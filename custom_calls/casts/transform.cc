@@ -27,24 +27,24 @@ const TransformKernels& ChosenTransformKernels() {
 }
 
 // `x` `[*batch, *outer, length, *inner]` and int32 `signs` `[*batch, size]`, of which negative ones
-// stand for -1, or keys that they are drawn by, to `[*batch, *outer, turned, *inner]`; turned is
-// length in whole groups. `num_inner` axes are inner ones.
+// stand for -1, or keys that they are drawn by, to `[*batch, *outer, whole_length, *inner]`, which is
+// the length in whole groups. `num_inner` axes are inner ones.
 ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer signs,
                      ffi::Result<ffi::Buffer<ffi::F32>> out, int32_t num_inner, int32_t size,
                      ffi::Span<const int64_t> derivations) {
-  const auto given = x.dimensions(), signed_by = signs.dimensions(), wanted = out->dimensions();
-  const int64_t rank = static_cast<int64_t>(given.size());
+  const auto shape = x.dimensions(), signed_by = signs.dimensions(), wanted = out->dimensions();
+  const int64_t rank = static_cast<int64_t>(shape.size());
   const int64_t batch = static_cast<int64_t>(signed_by.size()) - 1, axis = rank - 1 - num_inner;
   const bool drawn = signs.element_type() == ffi::U32;
-  const bool fits = batch >= 0 && num_inner >= 0 && axis >= batch && wanted.size() == given.size() &&
-                    std::equal(given.begin(), given.begin() + axis, wanted.begin()) &&
-                    std::equal(given.begin(), given.begin() + batch, signed_by.begin()) &&
+  const bool fits = batch >= 0 && num_inner >= 0 && axis >= batch && wanted.size() == shape.size() &&
+                    std::equal(shape.begin(), shape.begin() + axis, wanted.begin()) &&
+                    std::equal(shape.begin(), shape.begin() + batch, signed_by.begin()) &&
                     (drawn || (signs.element_type() == ffi::S32 && signed_by.back() == size)) &&
-                    std::equal(given.begin() + axis + 1, given.end(), wanted.begin() + axis + 1);
+                    std::equal(shape.begin() + axis + 1, shape.end(), wanted.begin() + axis + 1);
   if (!fits) {
     return InvalidArgument(
         "mx_jax transform: needs x [*batch, *outer, length, *inner], signs [*batch, size] and out ",
-        "[*batch, *outer, turned, *inner], got x.shape=", Shape(given), ", signs.shape=",
+        "[*batch, *outer, whole_length, *inner], got x.shape=", Shape(shape), ", signs.shape=",
         Shape(signed_by), ", out.shape=", Shape(wanted), ", num_inner=", num_inner, ", size=", size);
   }
   TransformPlan plan;
@@ -53,32 +53,32 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sign
     return InvalidArgument("mx_jax transform: size must be a power of two of 2 to ", kMaxTransform,
                            ", got size=", plan.size);
   }
-  MX_RETURN_IF_ERROR(ParseFloatType("transform", x, &plan.type));
-  plan.length = given[axis];
+  MX_RETURN_IF_ERROR(ParseFloatType(x, &plan.type, "transform:"));
+  plan.length = shape[axis];
   const auto product = [&](int64_t first, int64_t last) {
-    return std::accumulate(given.begin() + first, given.begin() + last, int64_t{1},
+    return std::accumulate(shape.begin() + first, shape.begin() + last, int64_t{1},
                            std::multiplies<int64_t>());
   };
   plan.inner = product(axis + 1, rank);
   const int64_t groups = (plan.length + plan.size - 1) / plan.size;
-  const int64_t turned = groups * plan.size;
-  if (wanted[axis] != turned) {
+  const int64_t whole_length = groups * plan.size;
+  if (wanted[axis] != whole_length) {
     return InvalidArgument("mx_jax transform: the result must be of whole groups, got length=",
-                           plan.length, ", turned=", wanted[axis], ", size=", plan.size);
+                           plan.length, ", whole_length=", wanted[axis], ", size=", plan.size);
   }
   const int64_t outer = product(batch, axis), in_stride = plan.length * plan.inner;
-  const int64_t out_stride = turned * plan.inner, slices = product(0, axis);
+  const int64_t out_stride = whole_length * plan.inner, slices = product(0, axis);
   if (slices == 0 || groups == 0 || plan.inner == 0) return ffi::Error::Success();
   std::vector<uint32_t> keys;
-  std::vector<int32_t> own_signs;
+  std::vector<int32_t> drawn_signs;
   const int32_t* all_signs = static_cast<const int32_t*>(signs.untyped_data());
   if (drawn) {
-    MX_RETURN_IF_ERROR(DeriveKeys("transform", signs, given, derivations, &keys));
-    own_signs.resize(keys.size() / 2 * static_cast<size_t>(size));
-    DrawBits(pool, keys, 32, size, own_signs.data());
-    all_signs = own_signs.data();
+    MX_RETURN_IF_ERROR(DeriveKeys("transform", signs, shape, derivations, &keys));
+    drawn_signs.resize(keys.size() / 2 * static_cast<size_t>(size));
+    DrawBits(pool, keys, 32, size, drawn_signs.data());
+    all_signs = drawn_signs.data();
   }
-  const int64_t width = plan.type == FloatType::kF32 ? 4 : 2;
+  const int64_t width = SizeOf(plan.type);
   const char* from = static_cast<const char*>(x.untyped_data());
   const TransformKernels& kernels = ChosenTransformKernels();
   // A task has groups of one slice, or many short slices.
@@ -91,11 +91,11 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sign
     const int64_t last = std::min(slices, first + together);
     const int64_t group = parts > 1 ? (task - first * parts) * step : 0;
     for (int64_t slice = first; slice < last; ++slice) {
-      TransformPlan own = plan;
-      own.x = from + slice * in_stride * width;
-      own.signs = all_signs + slice / outer * plan.size;
-      own.out = out->typed_data() + slice * out_stride;
-      kernels.groups(own, group, std::min(groups, group + step));
+      TransformPlan slice_plan = plan;
+      slice_plan.x = from + slice * in_stride * width;
+      slice_plan.signs = all_signs + slice / outer * plan.size;
+      slice_plan.out = out->typed_data() + slice * out_stride;
+      kernels.groups(slice_plan, group, std::min(groups, group + step));
     }
   });
   return ffi::Error::Success();

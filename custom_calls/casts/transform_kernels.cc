@@ -29,8 +29,8 @@ template <int kDistance>
 MX_INLINE void StageOfLanes(float* MX_RESTRICT v) {
   float y[kLanes];
   for (int i = 0; i < kLanes; ++i) {
-    const float own = i & kDistance ? -v[i] : v[i];
-    y[i] = v[i ^ kDistance] + own;
+    const float addend = i & kDistance ? -v[i] : v[i];
+    y[i] = v[i ^ kDistance] + addend;
   }
   for (int i = 0; i < kLanes; ++i) v[i] = y[i];
 }
@@ -94,9 +94,9 @@ void Rows(const TransformPlan& plan, const T* x, int64_t first, int64_t last) {
       for (int64_t i = 0; i < size; ++i) plan.out[at + i] = v[i];
       continue;
     }
-    const int64_t given = Least(size, plan.length - at);
-    for (int64_t i = 0; i < given; ++i) v[i] = Widen(x[at + i]) * before[i];
-    for (int64_t i = given; i < size; ++i) v[i] = 0.0f;
+    const int64_t present = Least(size, plan.length - at);
+    for (int64_t i = 0; i < present; ++i) v[i] = Widen(x[at + i]) * before[i];
+    for (int64_t i = present; i < size; ++i) v[i] = 0.0f;
     TurnRow(v, size);
     for (int64_t i = 0; i < size; ++i) plan.out[at + i] = v[i];
   }
@@ -110,14 +110,14 @@ void Columns(const TransformPlan& plan, const T* x, int64_t first, int64_t last)
   const int64_t strip = kFloats / plan.size;
   for (int64_t group = first; group < last; ++group) {
     const int64_t at = group * plan.size;
-    const int64_t given = Least(plan.size, plan.length - at);
+    const int64_t present = Least(plan.size, plan.length - at);
     for (int64_t column = 0; column < plan.inner; column += strip) {
       const int64_t width = Least(strip, plan.inner - column);
       for (int64_t row = 0; row < plan.size; ++row) {
         float* MX_RESTRICT to = v + row * width;
         const T* from = x + (at + row) * plan.inner + column;
         const float by = SignOf(plan, row) * factor;
-        if (row < given) {
+        if (row < present) {
           for (int64_t i = 0; i < width; ++i) to[i] = Widen(from[i]) * by;
         } else {
           for (int64_t i = 0; i < width; ++i) to[i] = 0.0f;

@@ -224,9 +224,9 @@ MX_INLINE void FindExponents(__m512i amax, const ScaleRule& rule, GroupScales* s
   const __mmask16 subnormal = _mm512_cmplt_epi32_mask(amax, Set(kHidden));
   if (MX_UNLIKELY(subnormal != 0)) {
     // Only emax = 0 leaves subnormals a choice.
-    const __m512i twice = _mm512_slli_epi32(_mm512_sub_epi32(amax, Set(1 << 22)), 1);
+    const __m512i doubled = _mm512_slli_epi32(_mm512_sub_epi32(amax, Set(1 << 22)), 1);
     const __mmask16 up = rule.emax > 0 ? static_cast<__mmask16>(0)
-                                       : _mm512_cmpge_epi32_mask(twice, Set(rule.threshold));
+                                       : _mm512_cmpge_epi32_mask(doubled, Set(rule.threshold));
     bytes = _mm512_mask_mov_epi32(bytes, subnormal, _mm512_maskz_mov_epi32(up, Set(1)));
   }
   // 2^(127 - byte), of which only the last is subnormal.

@@ -2,10 +2,14 @@
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_CHECKS_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_CHECKS_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <sstream>
 #include <string>
+#include <string_view>
 
+#include "common/float_types.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace mx {
@@ -34,6 +38,33 @@ bool SameShape(const Left& left, const Right& right) {
     if (left[i] != right[i]) return false;
   }
   return true;
+}
+
+// The enumerator whose place is that of a name; false where it is not among the names.
+template <class Enum, size_t kCount>
+bool FindName(const char* const (&names)[kCount], std::string_view name, Enum* value) {
+  const char* const* place = std::find(std::begin(names), std::end(names), name);
+  *value = static_cast<Enum>(place - std::begin(names));
+  return place != std::end(names);
+}
+
+// The type of an array of values; `what` says in an error which operation or array needs it.
+template <class... What>
+xla::ffi::Error ParseFloatType(const xla::ffi::AnyBuffer& x, FloatType* type, const What&... what) {
+  switch (x.element_type()) {
+    case xla::ffi::F32:
+      *type = FloatType::kF32;
+      return xla::ffi::Error::Success();
+    case xla::ffi::BF16:
+      *type = FloatType::kBf16;
+      return xla::ffi::Error::Success();
+    case xla::ffi::F16:
+      *type = FloatType::kF16;
+      return xla::ffi::Error::Success();
+    default:
+      return InvalidArgument("mx_jax ", what..., " needs float32, bfloat16 or float16, got an array ",
+                             "of shape ", Shape(x.dimensions()), " of another dtype");
+  }
 }
 
 }  // namespace mx

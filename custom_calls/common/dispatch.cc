@@ -21,23 +21,15 @@ constexpr const char* kNames[kNumIsas] = {MX_ISAS(MX_NAME)};
 #undef MX_NAME
 
 #if MX_ARM64
-struct ArmFeatures {
-  bool dotprod = false, i8mm = false;
-};
-
-ArmFeatures FindArmFeatures() {
+bool HasDotprod() {
 #if defined(__linux__)
-  // HWCAP_ASIMDDP and HWCAP2_I8MM, which older headers lack.
-  return {(getauxval(AT_HWCAP) >> 20 & 1) != 0, (getauxval(AT_HWCAP2) >> 13 & 1) != 0};
+  return (getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP_ASIMDDP, which older headers lack
 #elif defined(__APPLE__)
-  const auto has = [](const char* name) {
-    int value = 0;
-    size_t size = sizeof value;
-    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
-  };
-  return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM")};
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &value, &size, nullptr, 0) == 0 && value != 0;
 #else
-  return {};
+  return false;
 #endif
 }
 #endif
@@ -52,8 +44,7 @@ bool HasAvxVnni() {
 
 Isa Detect() {
 #if MX_ARM64
-  const ArmFeatures has = FindArmFeatures();
-  return !has.dotprod ? kPortable : has.i8mm ? kI8mm : kDotprod;
+  return HasDotprod() ? kDotprod : kPortable;
 #elif MX_X86
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kPortable;

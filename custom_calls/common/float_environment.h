@@ -43,30 +43,6 @@ class KeepSubnormals {
   KeepSubnormals& operator=(const KeepSubnormals&) = delete;
 };
 
-// While it lives, this thread takes and makes no subnormals, as XLA's own kernels do.
-class FlushSubnormals {
- public:
-#if defined(__x86_64__) || defined(_M_X64)
-  __attribute__((always_inline)) FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-  __attribute__((always_inline)) ~FlushSubnormals() { _mm_setcsr(saved_ | (_mm_getcsr() & 0x003fu)); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  FlushSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ | (1ull << 24)));
-  }
-  ~FlushSubnormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
-
- private:
-  unsigned long long saved_;
-#else
-  FlushSubnormals() {}
-  ~FlushSubnormals() {}
-#endif
-};
-
 }  // namespace mx
 
 #endif  // MX_JAX_CUSTOM_CALLS_COMMON_FLOAT_ENVIRONMENT_H_

@@ -17,6 +17,8 @@ struct F16 {
   uint16_t bits;
 };
 
+MX_INLINE int64_t SizeOf(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
+
 // Calls `run` with a value of that type, which only tells the type.
 template <class Run>
 MX_INLINE void ByType(FloatType type, const Run& run) {

@@ -1,6 +1,6 @@
 // The instruction sets of this processor's family, in ascending order: a machine that has one has all
-// before it, but for avx2_vnni, which some with AVX-512 lack (dispatch.h's HasIsa). This is the one list in C++; each set's flags, and what is compiled for it, are in
-// CMakeLists.txt and BUILD.
+// before it, but for avx2_vnni, which some with AVX-512 lack (dispatch.h's HasIsa). This is the one
+// list in C++; each set's flags, and what is compiled for it, are in CMakeLists.txt and BUILD.
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_ISAS_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_ISAS_H_
 
@@ -11,8 +11,7 @@
 #if MX_ARM64
 #define MX_ISAS(X)         \
   X(portable, kPortable)   \
-  X(dotprod, kDotprod)     \
-  X(i8mm, kI8mm)
+  X(dotprod, kDotprod)
 #else
 #define MX_ISAS(X)             \
   X(portable, kPortable)       \
@@ -50,9 +49,8 @@
 #if MX_ARM64
 #define MX_DECLARE_PRODUCT_KERNELS(Kernels, name) \
   MX_DECLARE_KERNELS(Kernels, name)               \
-  MX_DECLARE_IN(dotprod, Kernels, name)           \
-  MX_DECLARE_IN(i8mm, Kernels, name)
-#define MX_PRODUCT_KERNELS(name) {&portable::name, &dotprod::name, &i8mm::name}
+  MX_DECLARE_IN(dotprod, Kernels, name)
+#define MX_PRODUCT_KERNELS(name) {&portable::name, &dotprod::name}
 #else
 #define MX_DECLARE_PRODUCT_KERNELS(Kernels, name) MX_DECLARE_KERNELS(Kernels, name)
 #define MX_PRODUCT_KERNELS(name) MX_KERNELS(name)

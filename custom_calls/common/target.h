@@ -17,7 +17,6 @@
 // AArch64's sets differ in what the compiler says of them: __ARM_FEATURE_*.
 #define MX_RANK_portable 0
 #define MX_RANK_dotprod 0
-#define MX_RANK_i8mm 0
 #define MX_RANK_avx2 1
 #define MX_RANK_avx2_vnni 2
 #define MX_RANK_avx512 3

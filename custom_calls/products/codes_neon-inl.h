@@ -99,72 +99,21 @@ MX_INLINE void SumFloats(const int8x16x4_t& table, const uint8_t* codes, int fir
   }
 }
 
-// The same of integers, exact. `rows`: words of 4 elements of kRows rows, as LoadRows gives them.
+// The same of integers, exact. `rows`: words of 4 elements of kRows rows.
 #if defined(__ARM_FEATURE_DOTPROD)
-template <int kWords, int kRows>
-struct IntegerRows {
-  int8x16_t words[kWords * kRows / 4];
-};
-
-template <int kWords, int kRows>
-MX_INLINE IntegerRows<kWords, kRows> LoadRows(const int32_t* values) {
-  IntegerRows<kWords, kRows> rows;
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  // Matrices of 2 rows by 8 positions.
-  int8x16_t* to = rows.words;
-  for (int w = 0; kRows > 1 && w < kWords; w += 2, values += 2 * kRows) {
-    for (int i = 0; i < kRows; i += 2) {
-      const int32x4_t first = vcombine_s32(vld1_s32(values + i), vdup_n_s32(0));
-      const int32x4_t second = vcombine_s32(vld1_s32(values + kRows + i), vdup_n_s32(0));
-      *to++ = vreinterpretq_s8_s32(vzip1q_s32(first, second));
-    }
-  }
-  if (kRows > 1) return rows;
-#endif
-  for (int i = 0; i < kWords * kRows / 4; ++i) {
-    rows.words[i] = vreinterpretq_s8_s32(vld1q_s32(values + 4 * i));
-  }
-  return rows;
-}
-
 template <Element kElement, int kWords, int kRows>
 MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
-                           const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
+                           const int8x16_t (&rows)[kWords * kRows / 4], float32x4_t* sum) {
   int8x16_t integers[kWords];
   for (int w = 0; w < kWords; ++w) {
     integers[w] = Integers<kElement>(table, LoadCodes<kElement>(codes, first + w));
   }
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  if constexpr (kRows > 1) {
-    constexpr int kPairs = kRows / 2;
-    int32x4_t lower[kPairs], upper[kPairs];  // columns 0 and 1, and 2 and 3, of two rows
-    for (int i = 0; i < kPairs; ++i) lower[i] = upper[i] = vdupq_n_s32(0);
-    for (int w = 0; w < kWords; w += 2) {
-      const int32x4_t even = vreinterpretq_s32_s8(integers[w]);
-      const int32x4_t odd = vreinterpretq_s32_s8(integers[w + 1]);
-      const int8x16_t left = vreinterpretq_s8_s32(vzip1q_s32(even, odd));
-      const int8x16_t right = vreinterpretq_s8_s32(vzip2q_s32(even, odd));
-      for (int i = 0; i < kPairs; ++i) {
-        const int8x16_t row = rows.words[w / 2 * kPairs + i];
-        lower[i] = vmmlaq_s32(lower[i], row, left);
-        upper[i] = vmmlaq_s32(upper[i], row, right);
-      }
-    }
-    for (int i = 0; i < kPairs; ++i) {
-      const int64x2_t left = vreinterpretq_s64_s32(lower[i]);
-      const int64x2_t right = vreinterpretq_s64_s32(upper[i]);
-      sum[2 * i] = vcvtq_f32_s32(vreinterpretq_s32_s64(vzip1q_s64(left, right)));
-      sum[2 * i + 1] = vcvtq_f32_s32(vreinterpretq_s32_s64(vzip2q_s64(left, right)));
-    }
-    return;
-  }
-#endif
   int32x4_t total[kRows];
   for (int i = 0; i < kRows; ++i) total[i] = vdupq_n_s32(0);
   // Word w of row i is number w * kRows + i.
   const auto add = [&](int number, auto dot) {
     int32x4_t* to = total + number % kRows;
-    *to = dot(*to, integers[number / kRows], rows.words[number / 4]);
+    *to = dot(*to, integers[number / kRows], rows[number / 4]);
   };
 #pragma GCC unroll 16
   for (int at = 0; at < kWords * kRows; at += 4) {
@@ -208,8 +157,10 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
   float* const tile = p.tile;
   for (int block = 0; block < kBlocks; ++block) {
 #if defined(__ARM_FEATURE_DOTPROD)
-    const auto rows =
-        LoadRows<kWords, kRows>((const int32_t*)mine + kBehind + block * kWords * kRows);
+    int8x16_t rows[kWords * kRows / 4];
+    for (int i = 0; i < kWords * kRows / 4; ++i) {
+      rows[i] = vld1q_s8((const int8_t*)(mine + kBehind + block * kWords * kRows) + 16 * i);
+    }
 #endif
     for (int column = 0; column < kTileColumns; column += 4) {
       float32x4_t sum[kRows];
@@ -219,7 +170,8 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
       }
 #if defined(__ARM_FEATURE_DOTPROD)
       if constexpr (kType == kInt8) {
-        SumIntegers<kElement>(table.integers, codes + 4 * column, block * kWords, rows, sum);
+        SumIntegers<kElement, kWords, kRows>(table.integers, codes + 4 * column, block * kWords, rows,
+                                             sum);
       }
 #endif
       const float32x4_t right =

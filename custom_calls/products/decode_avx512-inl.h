@@ -1,8 +1,10 @@
-// Codes and high-precision values to the words that panels hold, with AVX-512.
+// What packing reads, with AVX-512: codes and high-precision values to the words that panels hold,
+// panels of codes of six bits (weights.h), and the scales of 32 rows with the range that they span.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_DECODE_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_DECODE_AVX512_INL_H_
 
 #include <immintrin.h>
+#include <stdint.h>
 
 #include "common/macros.h"
 #include "common/target.h"
@@ -47,29 +49,29 @@ MX_INLINE Decoder MakeDecoder(Element element, PanelType type) {
 MX_INLINE __m512i LookupBytes(const __m512i* table, int levels, __m512i codes) {
   if (levels == 0) return codes;
   const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-  __m512i found = _mm512_shuffle_epi8(table[0], low);
-  if (levels == 1) return found;
+  __m512i bytes = _mm512_shuffle_epi8(table[0], low);
+  if (levels == 1) return bytes;
   // In steps of 16: bits 4 and 5 choose the table.
   const __m512i group = _mm512_and_si512(codes, _mm512_set1_epi8(0x30));
   MX_UNROLL
   for (int i = 1; i < 4; ++i) {
     const __mmask64 mine = _mm512_cmpeq_epi8_mask(group, _mm512_set1_epi8((char)(16 * i)));
-    found = _mm512_mask_shuffle_epi8(found, mine, table[i], low);
+    bytes = _mm512_mask_shuffle_epi8(bytes, mine, table[i], low);
   }
-  return found;
+  return bytes;
 }
 
 // 32 codes to the 32 words that the table of 256 has for them.
 MX_INLINE __m512i LookupWords(const Decoder& decoder, __m256i codes) {
   const __m512i index = _mm512_cvtepu8_epi16(codes);
   const __m512i* t = decoder.table;
-  __m512i found = _mm512_permutex2var_epi16(t[0], index, t[1]);
+  __m512i words = _mm512_permutex2var_epi16(t[0], index, t[1]);
   const __mmask32 bit6 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
   const __mmask32 bit7 = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
-  found = _mm512_mask_mov_epi16(found, bit6, _mm512_permutex2var_epi16(t[2], index, t[3]));
+  words = _mm512_mask_mov_epi16(words, bit6, _mm512_permutex2var_epi16(t[2], index, t[3]));
   const __m512i upper = _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(t[4], index, t[5]), bit6,
                                               _mm512_permutex2var_epi16(t[6], index, t[7]));
-  return _mm512_mask_mov_epi16(found, bit7, upper);
+  return _mm512_mask_mov_epi16(words, bit7, upper);
 }
 
 // 32 bf16 to 32 float32: a shift.
@@ -106,6 +108,76 @@ MX_INLINE Elements32 LoadValues(const Source& source, int64_t at, int count) {
   }
   if (kType == kBf16) return {words, _mm512_setzero_si512()};
   return Widen(words);
+}
+
+// Sixteen positions along k of 32 rows: three pairs of vectors, which hold four.
+constexpr int kSixBytes = 3 * kTileColumns * 4;
+
+// One word of `first` where the mask has ones, else of `second`.
+MX_INLINE __m512i Select(__m512i mask, __m512i first, __m512i second) {
+  return _mm512_ternarylogic_epi32(mask, first, second, 0xca);
+}
+
+// The last four of sixteen positions, of 16 rows, from bits 6 and 7 of the others; its own bits 6
+// and 7 are anything. To shift words does no harm: no byte's bits reach where they count in another.
+MX_INLINE __m512i LastOfSixteen(const char* from) {
+  constexpr int kStep = kTileColumns * 4;
+  const __m512i low = _mm512_srli_epi16(_mm512_load_si512(from), 6);
+  const __m512i middle = _mm512_srli_epi16(_mm512_load_si512(from + kStep), 4);
+  const __m512i high = _mm512_srli_epi16(_mm512_load_si512(from + 2 * kStep), 2);
+  const __m512i both = Select(_mm512_set1_epi8(3), low, middle);
+  return Select(_mm512_set1_epi8(15), both, high);
+}
+
+// Positions 4 * word .. 4 * word + 3 of 16 rows; bits 6 and 7 are anything.
+MX_INLINE __m512i LoadSix(const char* codes, int word) {
+  const char* from = codes + word / 4 * kSixBytes;
+  return word % 4 == 3 ? LastOfSixteen(from)
+                       : _mm512_load_si512(from + word % 4 * kTileColumns * 4);
+}
+
+// The smallest and largest bytes of a panel's E8M0 scales.
+struct ScaleBounds {
+  __m256i low, high;
+};
+
+MX_INLINE ScaleBounds NoBounds() { return {_mm256_set1_epi8((char)0xff), _mm256_setzero_si256()}; }
+
+MX_INLINE void AddTo(const ScaleBounds& bounds, ScaleRange* range) {
+  uint8_t low[32], high[32];
+  _mm256_storeu_si256((__m256i*)low, bounds.low);
+  _mm256_storeu_si256((__m256i*)high, bounds.high);
+  for (int i = 1; i < 32; ++i) {
+    if (low[i] < low[0]) low[0] = low[i];
+    if (high[i] > high[0]) high[0] = high[i];
+  }
+  if (low[0] > high[0]) return;
+  if (low[0] - 127 < range->low) range->low = low[0] - 127;
+  const int largest = high[0] == 255 ? 1000 : high[0] - 127;
+  if (largest > range->high) range->high = largest;
+}
+
+// The float32 scales of 32 rows of one chunk.
+MX_INLINE void LoadScales(const Source& source, const float* table, int64_t first_row,
+                          int64_t chunk, __m512 scales[2][2], ScaleBounds* bounds) {
+  const int per_chunk = kChunk / source.block;
+  for (int s = 0; s < per_chunk; ++s) {
+    const int64_t block = chunk * per_chunk + s;
+    scales[s][0] = scales[s][1] = _mm512_set1_ps(1.0f);
+    if (source.scale_kind == kNoScale || block * source.block >= source.k) continue;
+    alignas(32) uint8_t each[kTileColumns];
+    LoadScaleBytes(source, first_row, block, each);
+    const __m256i bytes = _mm256_load_si256((const __m256i*)each);
+    if (source.scale_kind == kScaleE8M0) {
+      bounds->low = _mm256_min_epu8(bounds->low, bytes);
+      bounds->high = _mm256_max_epu8(bounds->high, bytes);
+    }
+    for (int half = 0; half < 2; ++half) {
+      const __m512i index = _mm512_cvtepu8_epi32(half ? _mm256_extracti128_si256(bytes, 1)
+                                                      : _mm256_castsi256_si128(bytes));
+      scales[s][half] = _mm512_i32gather_ps(index, table, 4);
+    }
+  }
 }
 
 }  // namespace

@@ -15,8 +15,10 @@
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_H_
 
-#include <cstdint>
+#include <stdint.h>
+#include <string.h>
 
+#include "common/float_types.h"
 #include "common/isas.h"
 #include "common/macros.h"
 #include "products/elements.h"
@@ -33,6 +35,7 @@ constexpr int kLhsPanelsPerGroup = 5;
 constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
 
 enum ScaleKind : int32_t { kNoScale, kScaleE8M0, kScaleE4M3 };
+constexpr const char* kScaleNames[] = {"none", "e8m0", "e4m3"};
 
 // kInt8: rhs is stored with 128 added, as vpdpbusd takes one unsigned operand.
 enum PanelType : int32_t { kInt8, kInt16, kBf16, kFloat32 };
@@ -41,8 +44,6 @@ constexpr int kNumPanelTypes = 4;
 // How a block's sum is scaled. kNormal: both scales and their product are normal float32.
 // kProduct: any float scales, one product. kWide: E8M0 scales that may be NaN or leave the range.
 enum Scaling : int32_t { kNormal, kProduct, kWide };
-
-enum OutType : int32_t { kOutFloat32, kOutBf16, kOutF16 };
 
 // Where codes lie. kStrided: as strides say, either row_stride or k_stride being 1. The others hold
 // panels of kTileColumns rows, `panel_bytes` apart, of records for kRecordChunks chunks each, ready
@@ -127,6 +128,29 @@ MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
     if (p[k * source.k_stride] & magnitude) return false;
   }
   return true;
+}
+
+// The scale bytes of a block of kTileColumns rows: those of 1 where there is no such block or row, and
+// of blocks of zeros.
+MX_INLINE void LoadScaleBytes(const Source& source, int64_t first_row, int64_t block,
+                              uint8_t* bytes) {
+  const bool packed = source.layout != kStrided, powers = source.scale_kind != kScaleE4M3;
+  memset(bytes, powers ? 127 : 0x38, kTileColumns);
+  if (source.scale_kind == kNoScale || block * source.block >= source.k) return;
+  const int64_t left = source.rows - first_row, step = packed ? 1 : source.scale_row_stride;
+  const uint8_t* from = packed ? ScalesAt(source, first_row, block)
+                               : source.scales + first_row * step + block * source.scale_block_stride;
+  if (step == 1 && left >= kTileColumns) {
+    memcpy(bytes, from, kTileColumns);
+  } else {
+    for (int64_t i = 0; i < kTileColumns && i < left; ++i) bytes[i] = from[i * step];
+  }
+  if (packed || !powers) return;
+  uint8_t low = 255;
+  for (int i = 0; i < kTileColumns; ++i) low = bytes[i] < low ? bytes[i] : low;
+  for (int i = 0; low < 32 && i < kTileColumns; ++i) {
+    if (bytes[i] < 32 && IsZeroBlock(source, first_row + i, block)) bytes[i] = 127;
+  }
 }
 
 // Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
@@ -228,7 +252,7 @@ struct MatmulKernels {
   // Copies codes and scales of kTileColumns rows, from first_row on, into a panel (weights.h).
   void (*pack_codes)(const Source& source, int64_t first_row, uint8_t* out);
   // Rounds alpha * tile[rows][columns] to the output's type, once.
-  void (*store)(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
+  void (*store)(const float* tile, int rows, int columns, float alpha, FloatType type, void* out,
                 int64_t out_stride);
 };
 
@@ -260,7 +284,6 @@ static inline Source SliceOf(const Source& source, int64_t first, int64_t count)
 MX_DECLARE_PRODUCT_KERNELS(MatmulKernels, kMatmul)
 namespace avx512 {
 extern const PanelKernels kFloat32Panels;
-void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
 }  // namespace avx512
 
 }  // namespace mx

@@ -71,24 +71,13 @@ MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const Number* ta
   for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] >> shift & mask];
 }
 
-// The scales of a block of `width` rows of a panel, of which there are `rows`.
+// The scales of a block of `width` rows of a panel.
 template <PanelType kType>
-MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block, int rows,
-                          int width, float* scales, ScaleRange* range) {
+MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block, int width,
+                          float* scales, ScaleRange* range) {
   const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
-  const bool none = block * source.block >= source.k || source.scale_kind == kNoScale;
-  const bool packed = source.layout != kStrided, powers = source.scale_kind != kScaleE4M3;
-  const int64_t step = packed ? 1 : source.scale_row_stride;
   uint8_t bytes[C];
-  memset(bytes, powers ? 127 : 0x38, sizeof bytes);
-  if (!none) {
-    const uint8_t* from = packed ? ScalesAt(source, first_row, block)
-                                 : source.scales + first_row * step + block * source.scale_block_stride;
-    for (int i = 0; i < rows; ++i) bytes[i] = from[i * step];
-    for (int i = 0; powers && !packed && i < rows; ++i) {
-      if (bytes[i] < 32 && IsZeroBlock(source, first_row + i, block)) bytes[i] = 127;
-    }
-  }
+  LoadScaleBytes(source, first_row, block, bytes);
   uint8_t low = bytes[0], high = bytes[0];
   for (int i = 0; i < C; ++i) {
     low = bytes[i] < low ? bytes[i] : low, high = bytes[i] > high ? bytes[i] : high;
@@ -117,8 +106,7 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
     Number* elements = (Number*)(corrections + (kType == kInt8 && kLhs ? per_chunk * kRows : 0));
     out = (char*)(elements + kChunk * kRows);
     for (int s = 0; s < per_chunk; ++s) {
-      PackScales<kType>(source, first_row, chunk * per_chunk + s, rows, kRows, scales + s * kRows,
-                        range);
+      PackScales<kType>(source, first_row, chunk * per_chunk + s, kRows, scales + s * kRows, range);
     }
     if (kType == kInt8 && kLhs) memset(corrections, 0, sizeof(int32_t) * per_chunk * kRows);
     for (int k = 0; k < kChunk; ++k) {
@@ -195,42 +183,8 @@ MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
 
 #if defined(__ARM_FEATURE_DOTPROD)
 // The same of int8 panels, which has no rounding: words of 4 elements, 128 added to those of rhs.
-MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT corrections,
-                             const int8_t* MX_RESTRICT lhs, const uint8_t* MX_RESTRICT rhs,
-                             float* MX_RESTRICT sums) {
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  // Matrices of 2 rows or columns by 8 positions.
-  int32x4_t sum[R / 2][kColumns / 2];
-  for (int i = 0; i < R / 2; ++i) {
-    const int32x2_t two = vld1_s32(corrections + 2 * i);
-    for (int j = 0; j < kColumns / 2; ++j) sum[i][j] = vcombine_s32(two, two);
-  }
-  for (int word = 0; word < block / 4; word += 2, lhs += 8 * R, rhs += 8 * C) {
-    uint8x16_t columns[kColumns / 2];
-    for (int j = 0; j < kColumns / 4; ++j) {
-      const uint32x4_t first = vreinterpretq_u32_u8(vld1q_u8(rhs + 16 * j));
-      const uint32x4_t second = vreinterpretq_u32_u8(vld1q_u8(rhs + 4 * C + 16 * j));
-      columns[2 * j] = vreinterpretq_u8_u32(vzip1q_u32(first, second));
-      columns[2 * j + 1] = vreinterpretq_u8_u32(vzip2q_u32(first, second));
-    }
-    for (int i = 0; i < R / 2; ++i) {
-      const int8x8_t first = vld1_s8(lhs + 8 * i), second = vld1_s8(lhs + 4 * R + 8 * i);
-      const int8x16_t rows = vreinterpretq_s8_s32(
-          vzip1q_s32(vreinterpretq_s32_s8(vcombine_s8(first, vdup_n_s8(0))),
-                     vreinterpretq_s32_s8(vcombine_s8(second, vdup_n_s8(0)))));
-      for (int j = 0; j < kColumns / 2; ++j) sum[i][j] = vusmmlaq_s32(sum[i][j], columns[j], rows);
-    }
-  }
-  for (int i = 0; i < R / 2; ++i) {
-    for (int j = 0; j < kColumns / 4; ++j) {
-      float* to = sums + 2 * i * kColumns + 4 * j;
-      const int32x4_t left = sum[i][2 * j], right = sum[i][2 * j + 1];
-      vst1q_f32(to, vcvtq_f32_s32(vuzp1q_s32(left, right)));
-      vst1q_f32(to + kColumns, vcvtq_f32_s32(vuzp2q_s32(left, right)));
-    }
-  }
-#else
-  (void)corrections;
+MX_INLINE void MultiplyBlock(int32_t block, const int8_t* MX_RESTRICT lhs,
+                             const uint8_t* MX_RESTRICT rhs, float* MX_RESTRICT sums) {
   const uint8x16_t offset = vdupq_n_u8(128);
   int32x4_t sum[R][kColumns / 4];
   for (int i = 0; i < R; ++i) {
@@ -253,7 +207,6 @@ MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT correctio
       vst1q_f32(sums + i * kColumns + 4 * j, vcvtq_f32_s32(sum[i][j]));
     }
   }
-#endif
 }
 #endif
 
@@ -270,14 +223,14 @@ void Multiply(const PanelProduct& p) {
   for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
     const float* left = (const float*)lhs;
     const float* right = (const float*)rhs;
-    const int32_t* corrections = (const int32_t*)(left + per_chunk * R);
-    const Number* rows = (const Number*)(corrections + (kType == kInt8 ? per_chunk * R : 0));
+    // A sum of signed bytes needs no correction.
+    const Number* rows = (const Number*)(left + per_chunk * R * (kType == kInt8 ? 2 : 1));
     const Number* columns = (const Number*)(right + per_chunk * C);
     for (int s = 0; s < per_chunk; ++s) {
       for (int from = 0; from < C; from += kColumns) {
         float sums[R * kColumns];
         if constexpr (kType == kInt8) {
-          MultiplyBlock(block, corrections, rows, (const uint8_t*)columns + 4 * from, sums);
+          MultiplyBlock(block, rows, (const uint8_t*)columns + 4 * from, sums);
         } else {
           MultiplyBlock(block, rows, columns + from, sums);
         }
@@ -294,7 +247,7 @@ void Multiply(const PanelProduct& p) {
           }
         }
       }
-      left += R, right += C, corrections += R;
+      left += R, right += C;
       rows += block * R, columns += block * C;
     }
     lhs += ChunkBytes(kType, block, R, true);

@@ -1,8 +1,7 @@
 // The kernels of products, compiled for each instruction set: see common/target.h.
-#include "products/kernels.h"
-
+#include "common/float_types.h"
 #include "common/target.h"
-#include "products/store-inl.h"
+#include "products/kernels.h"
 #if MX_RANK >= MX_RANK_avx512
 #include "products/keep_avx512-inl.h"
 #else
@@ -10,11 +9,24 @@
 #endif
 #if (MX_RANK >= MX_RANK_avx2 && MX_RANK < MX_RANK_avx512) || defined(__aarch64__)
 #include "products/codes_rows-inl.h"
-#elif MX_RANK == MX_RANK_avx512
-#include "products/pack_codes_avx512-inl.h"
 #endif
+#include "products/pack_codes-inl.h"
 
 namespace mx::MX_TARGET {
+namespace {
+
+// Rounds alpha * tile[rows][columns] to the output's type, once.
+void Store(const float* tile, int rows, int columns, float alpha, FloatType type, void* out,
+           int64_t out_stride) {
+  ByType(type, [&](auto of) {
+    auto* to = static_cast<decltype(of)*>(out);
+    for (int i = 0; i < rows; ++i, tile += kTileColumns, to += out_stride) {
+      for (int j = 0; j < columns; ++j) StoreValue(to + j, tile[j] * alpha);
+    }
+  });
+}
+
+}  // namespace
 
 #if MX_RANK >= MX_RANK_avx512_vnni
 namespace {
@@ -31,7 +43,7 @@ const PanelKernels *const kShort = &kInt16Panels, *const kWords = nullptr;
 #endif
 }  // namespace
 const MatmulKernels kMatmul = {
-    {&kInt8Panels, kShort, kWords, &avx512::kFloat32Panels}, avx512::PackCodes, Store};
+    {&kInt8Panels, kShort, kWords, &avx512::kFloat32Panels}, PackCodes, Store};
 #elif MX_RANK == MX_RANK_avx512
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
@@ -62,14 +74,14 @@ const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,     
                                      8, kX86 ? kE3M2 + 1 : 0, kAnew, !kX86};
 }  // namespace
 const MatmulKernels kMatmul = {
-    {kBytes, kShort, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+    {kBytes, kShort, nullptr, &kFloat32Panels}, PackCodes, Store};
 #else
 namespace {
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>, PackFew<kFloat32>,
                                      Multiply<kFloat32>, nullptr,           nullptr};
 }  // namespace
 const MatmulKernels kMatmul = {
-    {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+    {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
 #endif
 
 }  // namespace mx::MX_TARGET

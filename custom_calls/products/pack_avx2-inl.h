@@ -112,12 +112,11 @@ void PackPanelOf(const Source& source, int64_t first_row, int width, char* out, 
   constexpr int kWords = kChunk * (int)BytesPerElement(kType) / 4;
   const CodeTable<kElement> table;
   const int64_t left = source.rows - first_row;
-  const int rows = left < 0 ? 0 : left < width ? (int)left : width;
   const int per_chunk = kChunk / source.block;
   const __m256i offset = _mm256_set1_epi8((char)(kType == kInt8 && !kLhs ? OffsetOf(kElement) : 0));
   for (int64_t k = 0; k < source.k; k += kChunk) {
     for (int s = 0; s < per_chunk; ++s, out += 4 * width) {
-      PackScales<kType>(source, first_row, k / source.block + s, rows, width, (float*)out, range);
+      PackScales<kType>(source, first_row, k / source.block + s, width, (float*)out, range);
     }
     int32_t* corrections = (int32_t*)out;
     if (kType == kInt8 && kLhs) out += 4 * per_chunk * width;

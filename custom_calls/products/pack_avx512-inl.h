@@ -5,8 +5,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "products/panels6_avx512-inl.h"
-#include "products/scales_avx512-inl.h"
+#include "products/decode_avx512-inl.h"
 
 namespace mx::MX_TARGET {
 namespace {
@@ -223,12 +222,12 @@ MX_INLINE void Expand(const Decoder& decoder, const __m512i codes[8], __m512i wo
     MX_UNROLL
     for (int half = 0; half < 2; ++half) {
       const __m512i pair = half ? _mm512_srli_epi32(codes[g], 16) : codes[g];
-      const __m512i found = LookupWords(decoder, _mm512_cvtepi32_epi16(pair));
+      const __m512i both = LookupWords(decoder, _mm512_cvtepi32_epi16(pair));
       if (kType == kFloat32) {
-        words[4 * g + 2 * half] = _mm512_slli_epi32(found, 16);
-        words[4 * g + 2 * half + 1] = _mm512_and_si512(found, _mm512_set1_epi32((int)0xffff0000));
+        words[4 * g + 2 * half] = _mm512_slli_epi32(both, 16);
+        words[4 * g + 2 * half + 1] = _mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000));
       } else {
-        words[2 * g + half] = found;
+        words[2 * g + half] = both;
       }
     }
   }

@@ -20,7 +20,7 @@ struct MatmulProblem {
   Source lhs, rhs;  // the first matrix of each; others follow without gaps
   std::vector<Product> products;
   std::vector<Factors> factors;  // of each product, or one of all
-  OutType out_type;
+  FloatType out_type;
   void* out;  // [products, lhs.rows, rhs.rows]
 };
 

@@ -72,7 +72,7 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
   const bool sliced = sizes.chunks > sizes.slice;
   const int64_t num_tiles = sliced ? width * (task.rhs_last - task.rhs_first) : 1;
   Scratch tiles(num_tiles * kTile * sizeof(float));
-  const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
+  const int64_t out_size = SizeOf(problem.out_type);
   char* out = static_cast<char*>(problem.out) + product * m * n * out_size;
   int64_t chunk = 0;
   do {

@@ -322,7 +322,7 @@ inline void RunThinPanels(const ThinProduct& task, int64_t first, int64_t count)
   }
   const MatmulProblem& problem = task.problem;
   const int64_t m = task.lhs.rows, n = task.rhs.rows;
-  const int64_t out_size = problem.out_type == kOutFloat32 ? 4 : 2;
+  const int64_t out_size = SizeOf(problem.out_type);
   char* out = static_cast<char*>(problem.out) + task.product * m * n * out_size;
   for (int64_t j = 0; j < count; ++j) {
     const int64_t column = (first + j) * kTileColumns;

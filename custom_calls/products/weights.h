@@ -41,9 +41,6 @@ MX_INLINE WeightSizes SizesOfWeights(Element element, int32_t block, int64_t row
   return sizes;
 }
 
-// Packs one panel in plain C++: what every instruction set's pack_codes gives.
-void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out);
-
 // What kernels read: `packed` holds the panels of `like`, whose elements are not looked at.
 MX_INLINE Source PackedSource(const Source& like, const uint8_t* packed) {
   const WeightSizes sizes = SizesOfWeights(like.element, like.block, like.rows, like.k);

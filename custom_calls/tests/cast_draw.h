@@ -10,8 +10,11 @@
 #include <new>
 #include <vector>
 
+#include "casts/dequantize.h"
 #include "casts/geometry.h"
 #include "casts/quantize.h"
+#include "common/dispatch.h"
+#include "common/macros.h"
 #include "products/elements.h"
 #include "tests/check.h"
 
@@ -65,20 +68,23 @@ struct Case {
   int64_t size = 0, num_scales = 0, scale_bytes = 0;
 };
 
+inline void PutValue(Case& test, uint32_t bits) {
+  const int64_t width = mx::SizeOf(test.plan.type), i = static_cast<int64_t>(test.patterns.size());
+  if (width == 2) bits >>= 16;
+  test.patterns.push_back(bits);
+  std::memcpy(&test.x[i * width], &bits, width);
+}
+
+// Any patterns, or mostly ordinary numbers, tiny ones, or zeros.
 inline void DrawValues(Random& random, Case& test) {
-  const int64_t width = test.plan.type == FloatType::kF32 ? 4 : 2;
   const int kind = static_cast<int>(random.Below(4));
-  test.x = std::make_unique<uint8_t[]>(test.size * width);
   for (int64_t i = 0; i < test.size; ++i) {
     uint32_t bits = random.Bits();
     if (kind == 1 && random.Below(64) != 0) bits = (bits & 0x80ffffff) | 0x3f000000;
     if (kind == 2) bits &= 0x80ffffff;
     if (kind == 3 && random.Below(8) != 0) bits = 0;
-    if (width == 2) bits >>= 16;
-    test.patterns.push_back(bits);
-    std::memcpy(&test.x[i * width], &bits, width);
+    PutValue(test, bits);
   }
-  test.plan.x = test.x.get();
 }
 
 inline void DrawRule(Random& random, mx::QuantizePlan& plan) {
@@ -144,9 +150,10 @@ inline void DrawRest(Random& random, Case& test) {
   plan.scales = test.scales.get();
 }
 
-// A random cast whose sizes `place` draws.
+// A random cast, whose sizes `place` draws.
 template <class Place>
-Case DrawCase(uint64_t seed, const Place& place) {
+Case DrawCase(uint64_t seed, const Place& place,
+              void (*draw_values)(Random&, Case&) = DrawValues) {
   Random random(seed);
   Case test;
   mx::QuantizePlan& plan = test.plan;
@@ -156,7 +163,9 @@ Case DrawCase(uint64_t seed, const Place& place) {
   place(random, plan);
   plan.blocks_per_row = mx::CeilDivide(plan.length, plan.block);
   test.size = plan.outer * std::max<int64_t>(plan.rows, 1) * plan.length * plan.inner;
-  DrawValues(random, test);
+  test.x = std::make_unique<uint8_t[]>(test.size * mx::SizeOf(plan.type));
+  plan.x = test.x.get();
+  draw_values(random, test);
   DrawRest(random, test);
   return test;
 }
@@ -211,6 +220,30 @@ inline Case DrawRowsOf(const Case& columns, uint64_t seed) {
   plan.x = columns.plan.x;
   DrawRest(random, test);
   return test;
+}
+
+// The way back from what `plan` writes.
+inline mx::DequantizePlan Back(const mx::QuantizePlan& plan, FloatType type, void* out) {
+  mx::DequantizePlan back{};
+  back.codes = plan.codes, back.scales = plan.scales, back.out = out, back.type = type;
+  back.tensor_scales = plan.tensor_scales, back.num_tensor_scales = plan.num_tensor_scales;
+  back.outer = plan.outer, back.length = plan.length, back.inner = plan.inner;
+  back.block = plan.block, back.blocks_per_row = plan.blocks_per_row;
+  back.rows = plan.rows, back.block_rows = plan.block_rows;
+  mx::SetFormat(plan.element, plan.rule.kind, plan.rule.scale_element, &back);
+  return back;
+}
+
+// Calls run(name, quantize, dequantize) with the kernels of each set of casts that this machine has.
+template <class Run>
+void ForEachSet(const Run& run) {
+  run("portable", mx::portable::kQuantize, mx::portable::kDequantize);
+#if MX_X86
+  if (mx::DetectedIsa() >= mx::kAvx2) run("avx2", mx::avx2::kQuantize, mx::avx2::kDequantize);
+  if (mx::DetectedIsa() < mx::kAvx512) return;
+  run("avx512", mx::avx512::kQuantize, mx::avx512::kDequantize);
+  if (mx::HasVbmi()) run("vbmi", mx::avx512_vbmi::kQuantize, mx::avx512::kDequantize);
+#endif
 }
 
 }  // namespace mx_test

@@ -11,7 +11,6 @@
 #include "casts/dequantize.h"
 #include "casts/geometry.h"
 #include "casts/quantize.h"
-#include "common/dispatch.h"
 #include "common/float_environment.h"
 #include "tests/cast_draw.h"
 #include "tests/check.h"
@@ -54,19 +53,6 @@ uint32_t PlainValue(const mx::DequantizePlan& plan, uint8_t code, uint32_t store
 const float* TensorScaleOf(const mx::QuantizePlan& plan, int64_t outer) {
   if (plan.tensor_scales == nullptr) return nullptr;
   return plan.tensor_scales + outer / (plan.outer / plan.num_tensor_scales);
-}
-
-// The way back from what `plan` writes, into float32.
-mx::DequantizePlan Back(const mx::QuantizePlan& plan, float* out) {
-  mx::DequantizePlan back{};
-  back.codes = plan.codes, back.scales = plan.scales, back.out = out;
-  back.tensor_scales = plan.tensor_scales, back.num_tensor_scales = plan.num_tensor_scales;
-  back.type = FloatType::kF32;
-  back.outer = plan.outer, back.length = plan.length, back.inner = plan.inner;
-  back.block = plan.block, back.blocks_per_row = plan.blocks_per_row;
-  back.rows = plan.rows, back.block_rows = plan.block_rows;
-  mx::SetFormat(plan.element, plan.rule.kind, plan.rule.scale_element, &back);
-  return back;
 }
 
 struct Expected {
@@ -165,7 +151,7 @@ void CompareSquares(uint64_t seed, const mx::QuantizeKernels& quantize,
     largest = std::max(largest, mx::BitsOf(Widen(test.patterns[i], plan.type)) & mx::kAbs);
   }
   const auto values = std::make_unique<float[]>(test.size);
-  const mx::DequantizePlan back = Back(plan, values.get());
+  const mx::DequantizePlan back = mx_test::Back(plan, FloatType::kF32, values.get());
   dequantize.squares(back, 0, test.num_scales);
   bool same = true;
   for (int64_t i = 0; i < test.size; ++i) {
@@ -190,7 +176,7 @@ void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
   bool same = CompareCodes(test, expected);
   const mx::QuantizePlan& plan = test.plan;
   const auto values = std::make_unique<float[]>(test.size);
-  mx::DequantizePlan back = Back(plan, values.get());
+  mx::DequantizePlan back = mx_test::Back(plan, FloatType::kF32, values.get());
   // Codes that no cast leaves under an ordinary scale too, such as NaN.
   std::vector<uint8_t> codes = expected.codes;
   for (size_t i = seed % 7; i < codes.size(); i += 61) {
@@ -215,30 +201,13 @@ void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
 int main(int argc, char** argv) {
   const int64_t cases = argc > 1 ? std::atoll(argv[1]) : 300;
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-  // Later sets have these casts too.
-#if MX_X86
-  constexpr int kLast = mx::kAvx512Vnni;
-#else
-  constexpr int kLast = mx::kPortable;
-#endif
-  for (int isa = 0; isa <= mx::DetectedIsa() && isa <= kLast; ++isa) {
-    const mx::QuantizeKernels* quantize = &mx::portable::kQuantize;
-    const mx::DequantizeKernels* dequantize = &mx::portable::kDequantize;
-#if MX_X86
-    if (isa >= mx::kAvx2) quantize = &mx::avx2::kQuantize, dequantize = &mx::avx2::kDequantize;
-    if (isa >= mx::kAvx512) {
-      quantize = &mx::avx512::kQuantize, dequantize = &mx::avx512::kDequantize;
-    }
-    if (isa > mx::kAvx512 && !mx::HasVbmi()) break;
-    if (isa > mx::kAvx512) quantize = &mx::avx512_vbmi::kQuantize;
-#endif
+  mx_test::ForEachSet([&](const char* set, const auto& quantize, const auto& dequantize) {
     for (int64_t i = 0; i < cases; ++i) {
-      Compare(first + i, *quantize, *dequantize);
-      CompareBoth(first + i, *quantize);
-      CompareSquares(first + i, *quantize, *dequantize);
+      Compare(first + i, quantize, dequantize);
+      CompareBoth(first + i, quantize);
+      CompareSquares(first + i, quantize, dequantize);
     }
-    std::printf("%s: %lld cases of each kind\n", mx::IsaName(static_cast<mx::Isa>(isa)),
-                static_cast<long long>(cases));
-  }
+    std::printf("%s: %lld cases of each kind\n", set, static_cast<long long>(cases));
+  });
   return mx_test::Report();
 }

@@ -5,6 +5,10 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
+#include <thread>
+#include <utility>
+#include <vector>
 
 namespace mx_test {
 
@@ -29,6 +33,29 @@ inline int Report() {
               static_cast<long long>(failures.load()));
   return failures == 0 && checks > 0 ? 0 : 1;
 }
+
+// A pool that starts a thread for each task. `around` runs the task of each thread, by its number.
+class Threads {
+ public:
+  using Around = std::function<void(size_t number, const std::function<void()>& task)>;
+  explicit Threads(int64_t count = 3, Around around = [](size_t, const auto& task) { task(); })
+      : count_(count), around_(std::move(around)) {}
+  ~Threads() { Join(); }
+  int64_t num_threads() const { return count_; }
+  template <class Task>
+  void Schedule(Task task) {
+    threads_.emplace_back([this, number = threads_.size(), task] { around_(number, task); });
+  }
+  void Join() {
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+ private:
+  int64_t count_;
+  Around around_;
+  std::vector<std::thread> threads_;
+};
 
 // A small generator of random numbers: the same everywhere.
 class Random {

@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "common/dispatch.h"
@@ -16,6 +15,7 @@
 #include "common/thread_pool.h"
 #include "products/run.h"
 #include "products/weights.h"
+#include "tests/check.h"
 
 namespace mx {
 namespace {
@@ -95,22 +95,6 @@ bool Close(const Matrix& lhs, const Matrix& rhs, const float* product) {
   return true;
 }
 
-// Starts a thread for each task.
-class Threads {
- public:
-  ~Threads() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t num_threads() const { return 3; }
-  template <class Task>
-  void Schedule(Task task) {
-    threads_.emplace_back([task]() mutable { task(); });
-  }
-
- private:
-  std::vector<std::thread> threads_;
-};
-
 template <class Pool>
 void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const Source& rhs,
               float* out) {
@@ -119,7 +103,7 @@ void Multiply(Pool& pool, const MatmulKernels& kernels, const Source& lhs, const
   problem.rhs = rhs;
   problem.products = {{0, 0}};
   problem.factors = {{1, 1}};
-  problem.out_type = kOutFloat32;
+  problem.out_type = FloatType::kF32;
   problem.out = out;
   RunMatmul(pool, kernels, problem);
 }
@@ -153,7 +137,7 @@ bool Check(const MatmulKernels& kernels, int seed) {
   for (int64_t panel = 0; panel < packed.panels; ++panel) {
     kernels.pack_codes(rhs.source, panel * kTileColumns, bytes + panel * packed.panel_bytes);
   }
-  Threads threads;
+  mx_test::Threads threads;
   Multiply(threads, kernels, lhs.source, PackedSource(rhs.source, bytes), again.get());
   if (!std::equal(out.get(), out.get() + m * n, again.get())) return false;
   // On several threads, where there is work enough for them.
@@ -177,13 +161,13 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
     matrix.scales[i] = static_cast<uint8_t>(Pick(random, 256));
   }
   const WeightSizes sizes = SizesOfWeights(element, block, rows, k);
-  Scratch found(sizes.panel_bytes), expected(sizes.panel_bytes);
+  Scratch result(sizes.panel_bytes), expected(sizes.panel_bytes);
   for (int64_t panel = 0; panel < sizes.panels; ++panel) {
-    uint8_t* bytes[] = {reinterpret_cast<uint8_t*>(found.data()),
+    uint8_t* bytes[] = {reinterpret_cast<uint8_t*>(result.data()),
                         reinterpret_cast<uint8_t*>(expected.data())};
     std::fill(bytes[0], bytes[0] + sizes.panel_bytes, uint8_t{0xaa});
     kernels.pack_codes(matrix.source, panel * kTileColumns, bytes[0]);
-    PackCodesPortable(matrix.source, panel * kTileColumns, bytes[1]);
+    portable::kMatmul.pack_codes(matrix.source, panel * kTileColumns, bytes[1]);
     if (!std::equal(bytes[0], bytes[0] + sizes.panel_bytes, bytes[1])) return false;
   }
   return true;

@@ -41,5 +41,5 @@ compile() {
 }
 
 export ZIG_GLOBAL_CACHE_DIR="$scratch/zig"
-compile aarch64-macos "dotprod:-mcpu=generic+dotprod i8mm:-mcpu=generic+dotprod+i8mm" aarch64-macos
+compile aarch64-macos "dotprod:-mcpu=generic+dotprod" aarch64-macos
 compile x86_64-windows "" x86_64-windows-gnu

@@ -7,11 +7,8 @@
 #include <xmmintrin.h>
 
 #include <atomic>
-#include <cstdint>
 #include <cstdio>
 #include <string>
-#include <thread>
-#include <vector>
 
 #include "tests/check.h"
 
@@ -19,41 +16,27 @@ namespace mx_test {
 
 constexpr unsigned kAllFlags = 0x3f, kSubnormalOperand = 0x02, kUnderflow = 0x10;
 
-// Threads that add the flags which their work leaves.
-class FlagThreads {
- public:
-  ~FlagThreads() { Join(); }
-  int64_t num_threads() const { return 3; }
-  template <class Task>
-  void Schedule(Task task) {
-    threads_.emplace_back([this, task]() mutable {
-      _mm_setcsr(_mm_getcsr() & ~kAllFlags);
-      task();
-      flags_ |= _mm_getcsr() & kAllFlags;
-    });
-  }
-  void Join() {
-    for (std::thread& thread : threads_) thread.join();
-    threads_.clear();
-  }
-  unsigned flags() const { return flags_.load(); }
-
- private:
-  std::vector<std::thread> threads_;
-  std::atomic<unsigned> flags_{0};
-};
+// The flags that `work` leaves on the threads of a pool.
+template <class Work>
+unsigned FlagsOf(const Work& work) {
+  std::atomic<unsigned> flags{0};
+  const auto watch = [&flags](size_t, const auto& task) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before & ~kAllFlags);
+    task();
+    flags |= _mm_getcsr() & kAllFlags;
+    _mm_setcsr(before);
+  };
+  Threads threads(3, watch);
+  watch(0, [&] { work(threads); });
+  threads.Join();
+  return flags;
+}
 
 // Runs `work` on threads and says whether any of them met or made a subnormal.
 template <class Work>
 bool StaysNormal(const std::string& name, unsigned flags, const Work& work) {
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before & ~kAllFlags);
-  FlagThreads threads;
-  work(threads);
-  const unsigned mine = _mm_getcsr() & kAllFlags;
-  threads.Join();
-  _mm_setcsr(before);
-  const bool clear = CHECK_EQUAL((mine | threads.flags()) & flags, 0u);
+  const bool clear = CHECK_EQUAL(FlagsOf(work) & flags, 0u);
   if (!clear) std::printf("  %s\n", name.c_str());
   return clear;
 }

@@ -17,7 +17,7 @@
 
 namespace {
 
-using mx_test::FlagThreads;
+using mx_test::Threads;
 using mx_test::kSubnormalOperand;
 using mx_test::kUnderflow;
 using mx_test::Random;
@@ -81,8 +81,8 @@ Matrix DrawValues(Random& random, mx::Element element, int32_t block, int64_t ro
   return matrix;
 }
 
-void Multiply(FlagThreads& threads, const mx::MatmulKernels& kernels, const mx::Source& lhs,
-              const mx::Source& rhs, mx::OutType type, float* out) {
+void Multiply(Threads& threads, const mx::MatmulKernels& kernels, const mx::Source& lhs,
+              const mx::Source& rhs, mx::FloatType type, float* out) {
   mx::MatmulProblem problem{};
   problem.lhs = lhs, problem.rhs = rhs, problem.products = {{0, 0}};
   problem.factors = {{1, 1}}, problem.out_type = type, problem.out = out;
@@ -106,15 +106,15 @@ void CheckProducts(const mx::MatmulKernels& kernels, const std::string& isa, mx:
                              std::to_string(left) + " by element " + std::to_string(right) +
                              ", block " + std::to_string(block) + ", scale kind " +
                              std::to_string(kind) + (wide ? ", any size" : "");
-    StaysNormal(name, kSubnormalOperand | kUnderflow, [&](FlagThreads& threads) {
-      Multiply(threads, kernels, lhs.source, rhs.source, mx::kOutFloat32, out.data());
+    StaysNormal(name, kSubnormalOperand | kUnderflow, [&](Threads& threads) {
+      Multiply(threads, kernels, lhs.source, rhs.source, mx::FloatType::kF32, out.data());
     });
-    StaysNormal(name + ", packed", kSubnormalOperand | kUnderflow, [&](FlagThreads& threads) {
+    StaysNormal(name + ", packed", kSubnormalOperand | kUnderflow, [&](Threads& threads) {
       mx::ParallelFor(threads, sizes.panels, [&](int64_t panel) {
         kernels.pack_codes(rhs.source, panel * mx::kTileColumns, packed + panel * sizes.panel_bytes);
       });
       threads.Join();
-      Multiply(threads, kernels, lhs.source, mx::PackedSource(rhs.source, packed), mx::kOutBf16,
+      Multiply(threads, kernels, lhs.source, mx::PackedSource(rhs.source, packed), mx::FloatType::kBf16,
                out.data());
     });
   }

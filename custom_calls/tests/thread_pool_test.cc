@@ -16,33 +16,21 @@
 
 namespace {
 
-// Starts a thread for each task, some of them late.
-class Threads {
- public:
-  explicit Threads(int64_t count) : count_(count) {}
-  ~Threads() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t num_threads() const { return count_; }
-  template <class Task>
-  void Schedule(Task task) {
-    const bool late = threads_.size() % 2 == 1;
-    threads_.emplace_back([task, late]() mutable {
-      if (late) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      task();
-    });
-  }
+using mx_test::Threads;
 
- private:
-  int64_t count_;
-  std::vector<std::thread> threads_;
-};
+// Every second thread is late.
+Threads SomeLate(int64_t count) {
+  return Threads(count, [](size_t number, const auto& task) {
+    if (number % 2 == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    task();
+  });
+}
 
 // Tasks that take their time: all are done when ParallelFor returns, whoever ran them.
 void WaitsForEveryTask() {
   for (int64_t tasks : {2, 3, 4, 9}) {
     std::atomic<int64_t> done{0};
-    Threads pool(4);
+    Threads pool = SomeLate(4);
     const std::thread::id caller = std::this_thread::get_id();
     mx::ParallelFor(pool, tasks, [&](int64_t) {
       // The caller runs out of tasks first.
@@ -58,7 +46,7 @@ void WaitsForEveryTask() {
 void UsesEveryThread() {
   for (int64_t threads = 2; threads <= 4; ++threads) {
     std::atomic<int64_t> begun{0};
-    Threads pool(threads);
+    Threads pool = SomeLate(threads);
     mx::ParallelFor(pool, threads, [&](int64_t) {
       ++begun;
       const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
@@ -71,26 +59,6 @@ void UsesEveryThread() {
 #if MX_X86
 // FZ, DAZ, and rounding toward zero, as nothing in a kernel may have them; XLA's threads have two.
 constexpr unsigned kForeign = 0x8000u | 0x0040u | 0x6000u;
-
-// Sets them on each thread before its work, and looks for them after it.
-class ForeignThreads {
- public:
-  ~ForeignThreads() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t num_threads() const { return 3; }
-  template <class Task>
-  void Schedule(Task task) {
-    threads_.emplace_back([task]() mutable {
-      _mm_setcsr(_mm_getcsr() | kForeign);
-      task();
-      CHECK_EQUAL(_mm_getcsr() & kForeign, kForeign);
-    });
-  }
-
- private:
-  std::vector<std::thread> threads_;
-};
 
 // How many of the tasks ran with subnormal operands and results, rounding to nearest.
 template <class Pool>
@@ -116,7 +84,11 @@ void KeepsSubnormalsOnForeignThreads() {
   const int64_t alone = ExactTasks(nobody, 1);
   int64_t together;
   {
-    ForeignThreads pool;
+    Threads pool(3, [](size_t, const auto& task) {
+      _mm_setcsr(_mm_getcsr() | kForeign);
+      task();
+      CHECK_EQUAL(_mm_getcsr() & kForeign, kForeign);
+    });
     together = ExactTasks(pool, 3);
   }
   const unsigned after = _mm_getcsr();
@@ -139,7 +111,7 @@ int main() {
     for (int64_t tasks : {0, 1, 2, 7, 1000}) {
       std::vector<int> ran(tasks, 0);
       std::atomic<int64_t> subnormals{0};
-      Threads pool(threads);
+      Threads pool = SomeLate(threads);
       mx::ParallelFor(pool, tasks, [&](int64_t task) {
         ++ran[task];
         volatile float tiny = 1e-38f;

@@ -28,7 +28,7 @@ INTERFACE = 9
 # What `custom_calls/common/isas.h` calls them, from least to most: a machine that has one has those
 # before it, but for avx2_vnni, which some with AVX-512 lack.
 _X86_ISAS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
-_ARM_ISAS = ("portable", "dotprod", "i8mm")
+_ARM_ISAS = ("portable", "dotprod")
 ISAS = _ARM_ISAS if platform.machine() in ("aarch64", "arm64") else _X86_ISAS
 
 _FILE = "native.abi3.so"

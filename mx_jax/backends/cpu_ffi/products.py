@@ -62,12 +62,11 @@ _INT16 = {name for name, largest in _INTEGERS.items() if largest <= 4095}
 # Elements that an instruction set multiplies faster than float32, both operands alike.
 _FAST: dict[str, tuple[set[str], ...]] = {
     "dotprod": (_INT8,),
-    "i8mm": (_INT8,),
     "avx512_bf16": (_INT8, {*_INTEGERS, "bfloat16"}),
 } | dict.fromkeys(("avx2", "avx2_vnni", "avx512_vnni"), (_INT8, _INT16))
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
 # above them its dot, which needs no panels of codes, is faster. Measured.
-FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 192, "avx2_vnni": 192}
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "avx2": 192, "avx2_vnni": 192}
 FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
