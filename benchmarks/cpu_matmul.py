@@ -89,17 +89,17 @@ def quantized_cases(
 ) -> list[Case]:
     """This backend's products and the reference's, of the same operands."""
     m, n, k = shape
-    found = []
+    cases = []
     for lhs, rhs in pairs:
         case = MatmulCase(lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,))
         name = f"{lhs.name if lhs else 'float32'} x {rhs.name}"
         left, right = operands(case, data)
         for backend in (CPU_FFI, REFERENCE):
-            found.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
+            cases.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
         if packed:
             assert isinstance(right, MXArray)
-            found.append(Case(f"cpu_ffi {name}, packed", _run_packed(case.call, left, right)))
-    return found
+            cases.append(Case(f"cpu_ffi {name}, packed", _run_packed(case.call, left, right)))
+    return cases
 
 
 def _run(backend: Any, call: MatmulCall, left: Operand, right: Operand) -> Callable[[], jax.Array]:
@@ -128,15 +128,15 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     groups = [((size,) * 3, SQUARE, False, "normal") for size in options.sizes]
     for m in options.rows:
         groups += [((m, 4096, 4096), DECODING, True, data) for data in options.data]
-    found = []
+    measured = []
     with report.progress(len(groups)) as step:
         for shape, pairs, packed, data in groups:
             step(f"{shape} {data}")
             cases = [*plain_cases(*shape), *quantized_cases(shape, pairs, packed, data)]
             cases += [Case(f"peak {name}", run) for name, run in limits.peaks().items()]
             samples = measure(cases, **pace(options))
-            found += [{"data": data, **_row(shape, name, samples)} for name in samples]
-    return found
+            measured += [{"data": data, **_row(shape, name, samples)} for name in samples]
+    return measured
 
 
 def _row(shape: tuple[int, int, int], name: str, samples: dict[str, Samples]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ COLUMNS = (
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table a shape and kind of data."""
-    found = []
+    tables = []
     for shape, data in dict.fromkeys(map(_place, result["rows"])):
         sheet = report.Sheet(
             "m x n x k = {} x {} x {}, {}, one core, CPU time".format(*shape, data),
@@ -183,8 +183,8 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         for row in result["rows"]:
             if _place(row) == (shape, data):
                 sheet.rows.append(_cells(row))
-        found.append(sheet)
-    return found
+        tables.append(sheet)
+    return tables
 
 
 def _place(row: dict[str, Any]) -> tuple[tuple[int, ...], str]:

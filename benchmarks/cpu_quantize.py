@@ -152,15 +152,15 @@ def _both(call: QuantizeBothCall, x: jax.Array) -> list[Case]:
     def once(x):
         return HANDLERS.run(call, x, (None, None), None)
 
-    def twice(backend):
+    def one_by_one(backend):
         return lambda x: [
             backend.run(single, x, None, None) for single in (call.first, call.second)
         ]
 
     assert casts.rejects_both(call) is None
     out = jax.eval_shape(once, x)
-    cases = [_case(OURS, once, x), _case(TWO, twice(HANDLERS), x)]
-    return [*cases, _case(PLAIN, twice(REFERENCE), x), copy_case(_read(x, call.first), out)]
+    cases = [_case(OURS, once, x), _case(TWO, one_by_one(HANDLERS), x)]
+    return [*cases, _case(PLAIN, one_by_one(REFERENCE), x), copy_case(_read(x, call.first), out)]
 
 
 def _back(call: Any, x: jax.Array) -> list[Case]:

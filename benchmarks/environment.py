@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: machine, versions, date."""
+"""The environment of a result: machine, versions, date."""
 
 import datetime
 import importlib.metadata

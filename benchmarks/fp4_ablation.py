@@ -52,7 +52,7 @@ SETTINGS = Settings(
 def train(
     output: Output, chosen: Sequence[Variant], seeds: Sequence[int], corpus: Corpus
 ) -> Iterator[str]:
-    """Train what has not ended yet, seed by seed; yields what comes next."""
+    """Train what has not ended yet, seed by seed; yields the label of the next run."""
     for seed in seeds:
         for variant in chosen:
             run = output.run(variant.name, seed)
@@ -147,14 +147,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
         metavar="FOLDER",
         help="for checkpoints; a stopped command goes on where it was",
     )
-    for name in ("steps", "d_model", "heads", "layers", "context", "batch", "eval_tokens"):
+    names = ("steps", "d_model", "heads", "layers", "context", "batch", "eval_tokens")
+    for name in names:
         default = getattr(SETTINGS, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
     options = parser.parse_args(arguments)
-    given = {
-        field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: getattr(options, name) for name in names}
     return options, dataclasses.replace(SETTINGS, **changes)
 
 

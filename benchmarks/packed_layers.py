@@ -82,7 +82,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     loaded = library.load()
     if isinstance(loaded, str):
         raise SystemExit(f"packed_layers: the CPU library is {loaded}")
-    found = []
+    measured = []
     named = {format: recipes.weight_only(format) for format in options.formats}
     named |= {f"{name}, both operands": recipes.from_name(name) for name in options.both}
     groups = [(name, count) for name in named for count in options.rows]
@@ -91,8 +91,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             step(f"{name}, {count} rows")
             samples = measure(cases(named[name], count, options.size), **pace(options))
             shape = (count, options.size, options.size)
-            found += [_row(name, shape, case, samples) for case in samples]
-    return found
+            measured += [_row(name, shape, case, samples) for case in samples]
+    return measured
 
 
 def _row(
@@ -111,7 +111,7 @@ def _row(
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table a format and shape."""
-    found = []
+    tables = []
     for key in dict.fromkeys((row["format"], tuple(row["shape"])) for row in result["rows"]):
         format, shape = key
         sheet = report.Sheet(
@@ -125,8 +125,8 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         for row in result["rows"]:
             if (row["format"], tuple(row["shape"])) == key:
                 sheet.rows.append(_cells(row))
-        found.append(sheet)
-    return found
+        tables.append(sheet)
+    return tables
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

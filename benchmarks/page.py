@@ -4,6 +4,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`. What is around
 hand, and stays.
 """
 
+import argparse
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,12 +30,13 @@ def written(text: str) -> str:
       KeyError: a table that there is not.
     """
     return _TABLE.sub(
-        lambda found: f"{found[1]}\n{_markdown(*TABLES[found[2]]())}\n{found[3]}", text
+        lambda match: f"{match[1]}\n{_markdown(*TABLES[match[2]]())}\n{match[3]}", text
     )
 
 
 def main() -> None:
     """Run the command."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
         print(page)

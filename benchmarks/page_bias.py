@@ -18,16 +18,16 @@ _STEP = 300
 
 def gradient_bias() -> Table:
     """Means over seeds, with their intervals; n where a checkpoint has fewer seeds than the row."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_variant: dict[str, list[dict[str, Any]]] = {}
     for row in result("gradient_bias")["rows"]:
-        found.setdefault(row["name"], []).append(row)
+        by_variant.setdefault(row["name"], []).append(row)
     return ("variant", "bias (%)", "slope", "loss (%)"), [
-        (name, *_cells(found[name])) for name in _ROWS
+        (name, *_cells(by_variant[name])) for name in _ROWS
     ]
 
 
-def _cells(own: list[dict[str, Any]]) -> tuple[str, ...]:
-    over = functools.partial(_over_seeds, own)
+def _cells(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    over = functools.partial(_over_seeds, rows)
     return (
         over(lambda row: 100 * row["bias"], ".1f"),
         over(lambda row: row["slope"], ".3f"),
@@ -36,8 +36,8 @@ def _cells(own: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _over_seeds(
-    own: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], pattern: str
+    rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], pattern: str
 ) -> str:
-    values = [value(row) for row in own if row["step"] == _STEP]
-    fewer = f" (n = {len(values)})" if 0 < len(values) < len({row["seed"] for row in own}) else ""
+    values = [value(row) for row in rows if row["step"] == _STEP]
+    fewer = f" (n = {len(values)})" if 0 < len(values) < len({row["seed"] for row in rows}) else ""
     return intervals.text(values, pattern) + fewer

@@ -21,7 +21,7 @@ class Sheet:
     """A table, whatever it will be written as.
 
     Attributes:
-      title: what it shows.
+      title: its head.
       columns: names.
       rows: cells as text.
       notes: sentences below it.
@@ -50,7 +50,7 @@ class Sheet:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every command takes.
+    """A parser with the options of every command.
 
     Args:
       command: the module's name in this package.
@@ -85,7 +85,7 @@ def shape(text: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Any]:
-    """A bar on stderr; yields a function that says what comes next."""
+    """A bar on stderr; yields a function that names the next step."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
@@ -101,7 +101,7 @@ def progress(total: int) -> Iterator[Any]:
 
 
 def last_line(trace: str) -> str:
-    """What a table says of a traceback."""
+    """The last line of a traceback, for a table."""
     return trace.strip().splitlines()[-1]
 
 

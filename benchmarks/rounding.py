@@ -63,10 +63,10 @@ class Way:
     """One way to cast to NVFP4.
 
     Attributes:
-      name: what the table calls it.
+      name: in the table.
       rule: of the scales.
       rounding: of the elements.
-      rotated: whether the values are turned first, and back afterwards.
+      rotated: whether the values are rotated first, and back afterwards.
     """
 
     name: str
@@ -90,10 +90,10 @@ def cast(x: jax.Array, way: Way, key: jax.Array) -> jax.Array:
     """x as a way casts it."""
     signs_key, key = jax.random.split(key)
     signs = draw_bits(signs_key, (128,), 32)
-    turned = hadamard.apply(x, signs) if way.rotated else x
+    rotated = hadamard.apply(x, signs) if way.rotated else x
     draws = way.rounding != "nearest" or way.rule.rounding.random_bits
     cast = mx_jax.quantize(
-        turned,
+        rotated,
         "nvfp4",
         scale_rule=way.rule,
         rounding=way.rounding,
@@ -137,9 +137,9 @@ def cast_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list[
                 keys = jax.random.split(jax.random.fold_in(key, 2))
                 return compared(*lax.map(lambda each: cast(x, way, each), keys), x)
 
-            found = lax.map(one, jax.random.split(jax.random.key(0), options.draws))
+            draws = lax.map(one, jax.random.split(jax.random.key(0), options.draws))
             row = {"way": way.name, "rotated": way.rotated, "data": name}
-            rows.append(row | {what: interval(values) for what, values in found.items()})
+            rows.append(row | {what: interval(values) for what, values in draws.items()})
     return rows
 
 
@@ -168,8 +168,8 @@ def gradient_rows(options: argparse.Namespace, step: Callable[[str], None]) -> l
             exact_dw = jnp.matmul(x.T, g, precision=highest)
             return {"dx": compared(*dx, exact_dx), "dw": compared(*dw, exact_dw)}
 
-        found = lax.map(one, jax.random.split(jax.random.key(1), options.draws))
-        rows.append({"recipe": name} | jax.tree.map(interval, found))
+        draws = lax.map(one, jax.random.split(jax.random.key(1), options.draws))
+        rows.append({"recipe": name} | jax.tree.map(interval, draws))
     return rows
 
 
