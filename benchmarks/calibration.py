@@ -292,8 +292,7 @@ def pages() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("calibration", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "calibration.json")
+    parser = report.parser("calibration", __doc__, out="cpu/calibration.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
     parser.add_argument("--rows", nargs="*", metavar="ROW", help="names of rows (default: all)")
     parser.add_argument("--peers", nargs="*", type=Path, default=(), metavar="FILE.gguf")

@@ -93,8 +93,7 @@ def sheet(rows: Sequence[dict[str, Any]]) -> report.Sheet:
 
 
 def main() -> None:
-    parser = report.parser("capture", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "capture.json")
+    parser = report.parser("capture", __doc__, out="cpu/capture.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024], help="of the batch")
     parser.add_argument("--width", type=int, default=256, help="of each layer")
     parser.add_argument("--rounds", type=int, default=7, help="of ten steps")

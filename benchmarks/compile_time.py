@@ -25,7 +25,6 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import spread
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import library
 
 FLOAT32, REFERENCE, DEFAULT = "float32", "reference", "default"
 PHASES = ("trace", "lower", "compile")
@@ -164,8 +163,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("compile_time", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "compile_time.json")
+    parser = report.parser("compile_time", __doc__, out="cpu/compile_time.json")
     parser.add_argument(
         "--recipes",
         nargs="+",
@@ -181,9 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken")
     options = parser.parse_args(arguments)
     options.recipes = list(dict.fromkeys([FLOAT32, *options.recipes]))
-    loaded = library.load()
-    if DEFAULT in options.backends and isinstance(loaded, str):
-        raise SystemExit(f"the CPU library is missing: {loaded}; try --backends {REFERENCE}")
+    if DEFAULT in options.backends:
+        environment.cpu_library("compile_time")
     result = {
         "environment": environment.describe(),
         "layers": options.layers,

@@ -279,8 +279,7 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> report.Sheet:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("cpu_goals", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "goals.json")
+    parser = report.parser("cpu_goals", __doc__, out="cpu/goals.json")
     parser.add_argument("--size", type=int, default=4096, help="of weights")
     parser.add_argument("--square", type=int, default=2048, help="of square products")
     parser.add_argument("--many", type=int, default=16, help="weights beyond the cache")

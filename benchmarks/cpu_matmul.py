@@ -21,7 +21,7 @@ from benchmarks.data import KINDS, draw
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, Operand
-from mx_jax.backends.cpu_ffi import CPU_FFI, library
+from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
@@ -122,9 +122,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
       options: `seconds` of a group, `min_rounds`, `sizes` of square products, `rows` of thin ones,
         kinds of `data` in the weights of thin ones.
     """
-    loaded = library.load()
-    if isinstance(loaded, str):
-        raise SystemExit(f"cpu_matmul: the CPU library is {loaded}")
+    environment.cpu_library("cpu_matmul")
     groups = [((size,) * 3, SQUARE, False, "normal") for size in options.sizes]
     for m in options.rows:
         groups += [((m, 4096, 4096), DECODING, True, data) for data in options.data]
@@ -203,7 +201,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("cpu/matmul", __doc__)
+    parser = report.parser("cpu_matmul", __doc__, out="cpu/matmul.json")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="square ones")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin ones")
     parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of weights")
@@ -213,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "environment": environment.describe(),
         "rows": cores.on_one_core(rows, options),
     }
-    report.publish("cpu/matmul", options, result, sheets(result))
+    report.publish("cpu_matmul", options, result, sheets(result))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks import environment, held, report
 from benchmarks.llama import find_model
 from benchmarks.timing import Samples, add_pace, ratio
 
-COMMAND = "cpu/decode"
+COMMAND = "decode"
 OURS = {
     "float32": ("--weights", "float32"),
     "bfloat16": ("--weights", "bfloat16"),
@@ -170,8 +170,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.decode"
+    parser = report.parser(COMMAND, __doc__, out="cpu/decode.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
     parser.add_argument("--cases", nargs="*", choices=OURS, default=list(OURS))
     parser.add_argument("--threads", nargs="*", type=int, choices=THREADS, default=list(THREADS))

@@ -125,8 +125,7 @@ def _cells(row: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Options and the settings they make."""
-    parser = report.parser("fp4_ablation", __doc__)
-    parser.set_defaults(out=report.RESULTS / "train_lm_fp4" / "results.json")
+    parser = report.parser("fp4_ablation", __doc__, out="train_lm_fp4/results.json")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all")
     parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text")

@@ -267,7 +267,7 @@ def as_json(
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = report.parser("gpu", __doc__)
+    parser = report.parser("gpu", __doc__, out=f"gpu/{report.DEVICE}.json")
     parser.add_argument(
         "--pairs",
         nargs="+",
@@ -324,8 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
     device = jax.devices()[0].device_kind
     known = environment.describe(["torch", "triton"]) | {"gpu": device}
-    out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
-    options.out = getattr(options, "out", out)
+    options.out = report.of_device(options.out, device.lower().replace(" ", "-"))
     subjects = wanted(options, device)
     measured: list[Measured] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -31,11 +31,11 @@ from benchmarks.language_model import (
     Settings,
     Trainer,
     build_model,
-    intervals,
     mean_loss,
     precision,
     standard_library_text,
 )
+from benchmarks.page_tables import loss_increase, over_seeds
 
 # The example's own.
 SETTINGS = Settings(
@@ -172,22 +172,17 @@ def cells(rows: Sequence[dict[str, Any]], variant: Variant, steps: Sequence[int]
     """One line of the table: means over seeds, with their intervals."""
     measured = [row for row in rows if row["name"] == variant.name]
     seeds = {row["seed"] for row in measured}
-
-    def over_seeds(step: int, value: Any, pattern: str) -> str:
-        numbers = [value(row) for row in measured if row["step"] == step]
-        fewer = f" (n = {len(numbers)})" if 0 < len(numbers) < len(seeds) else ""
-        return intervals.text(numbers, pattern) + fewer
-
+    over = functools.partial(over_seeds, measured)
     middle = steps[len(steps) // 2]
     draws = sorted({row["draws"] for row in measured})
     return [
         variant.name,
         variant.what,
         f"{len(seeds)} x {', '.join(map(str, draws))}",
-        *(over_seeds(step, lambda row: 100 * row["bias"], ".1f") for step in steps),
-        over_seeds(middle, lambda row: 100 * row["one_batch"], ".0f"),
-        over_seeds(middle, lambda row: row["slope"], ".3f"),
-        over_seeds(middle, lambda row: 100 * row["loss_increase"] / row["loss"], "+.2f"),
+        *(over(step, lambda row: 100 * row["bias"], ".1f") for step in steps),
+        over(middle, lambda row: 100 * row["one_batch"], ".0f"),
+        over(middle, lambda row: row["slope"], ".3f"),
+        over(middle, loss_increase, "+.2f"),
     ]
 
 
@@ -232,7 +227,6 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Options and the settings they make."""
     parser = report.parser("gradient_bias", __doc__)
-    parser.set_defaults(out=report.RESULTS / "gradient_bias.json")
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("--seeds", nargs="+", default=[0, 1, 2])
     add("--checkpoints", nargs="+", default=[100, 300, 800])

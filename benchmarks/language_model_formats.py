@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
 
 from benchmarks import environment, report
+from benchmarks.language_model import intervals
 from benchmarks.llama import (
     DEFAULT,
     Generator,
@@ -187,8 +187,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
             kind = f"activations {options.activations}"
             two = row(kind, name, one["bits"], packed, None, low)
             over = np.subtract(two["losses"], one["losses"])
-            half = stats.t.ppf(0.975, len(over) - 1) * stats.sem(over)
-            measured.append(two | {"over": [float(over.mean()), float(half)]})
+            measured.append(two | {"over": intervals.text(over.tolist(), "+.4f")})
     for name in options.caches:
         step(f"cache {name}")
         plain = name == "bfloat16"
@@ -220,7 +219,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         numbers = [f"{row['loss']:.4f}", f"{row['loss'] / base - 1:+.2%}", f"{row['kl']:.5f}"]
         cells = [row["format"], row["of"], f"{row['bits']:g}", *numbers, f"{row['same']:.1%}"]
         cells.append(f"{row['speed']:.0f}" if "speed" in row else "")
-        cells.append("{:+.4f} ± {:.4f}".format(*row["over"]) if "over" in row else "")
+        cells.append(row.get("over", ""))
         sheet.rows.append(cells)
     sheet.notes = [
         f"{result['sequences']} sequences of {result['length']} tokens of docs/. The other side of "

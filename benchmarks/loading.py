@@ -31,7 +31,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.files import Entry, write
 from mx_jax.packed import PackedMXArray
 
-COMMAND = "cpu/loading"
+COMMAND = "loading"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 READ, LOADED = "read", "load and quantize"
 _BUFFER = 8 << 20
@@ -170,8 +170,7 @@ def sheets(rows: Sequence[dict[str, Any]]) -> list[report.Sheet]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.loading"
+    parser = report.parser(COMMAND, __doc__, out="cpu/loading.json")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--format", default="mxfp4", help="of the packed weights")
     parser.add_argument("--size", type=int, default=4096, help="of the square matrices")

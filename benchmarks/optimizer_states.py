@@ -265,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run")
     parser.add_argument("--times", type=float, metavar="SECONDS", help="measure updates instead")
     options = parser.parse_args(arguments)
-    path: Path = getattr(options, "out", report.RESULTS / "optimizer_states.json")
-    result = json.loads(path.read_text()) if path.exists() else {}
+    result = json.loads(options.out.read_text()) if options.out.exists() else {}
     result["environment"] = environment.describe(("optax",))
     if options.times:
         # Of other numbers of threads, as taskset sets them, rows stay.

@@ -21,11 +21,10 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.nn import linen, nnx
 from mx_jax.packed import PackedMXArray
 
-COMMAND = "cpu/packed_layers"
+COMMAND = "packed_layers"
 FLOAT32 = {"linen": "float32 flax.linen.Dense", "nnx": "float32 flax.nnx.Linear"}
 
 
@@ -79,9 +78,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
       options: `formats` of weights, `both`, names of recipes, `rows` of the input, `size` of the
         kernel, `seconds` of a comparison, `min_rounds`.
     """
-    loaded = library.load()
-    if isinstance(loaded, str):
-        raise SystemExit(f"packed_layers: the CPU library is {loaded}")
+    environment.cpu_library("packed_layers")
     measured = []
     named = {format: recipes.weight_only(format) for format in options.formats}
     named |= {f"{name}, both operands": recipes.from_name(name) for name in options.both}
@@ -142,8 +139,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.packed_layers"
+    parser = report.parser(COMMAND, __doc__, out="cpu/packed_layers.json")
     parser.add_argument(
         "--formats", nargs="*", default=["mxfp4", "mxfp8_e4m3", "nvfp4"], help="weight_only recipes"
     )

@@ -1,5 +1,6 @@
 """The tables of pages of docs/ from committed results. A new table is a row of `TABLES`."""
 
+import functools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,6 @@ from benchmarks.report import RESULTS, number
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 _SQNR = ("mxint8", "mxfp8", "mxfp8_hybrid", "mxfp6", "nvfp4", "mxfp4")
-# The name of a way to round in results, and on the page.
 _PEERS = ("jax.nn", "Qwix", "torchao eager", "torchao compiled")
 # Operation, format and dtype of a cast, and its name on the page.
 _CASTS = {
@@ -35,6 +35,15 @@ PRODUCTS: tuple[tuple[tuple[int, int, int], str], ...] = (
     ((1, _ROWS, _ROWS), "float32 x mxfp8_e4m3, packed"),
     *(((rows, _ROWS, _ROWS), "mxfp4 x mxfp4, packed") for rows in (1, 8, 32)),
 )
+
+# Rows of gradient biases on the page, in its order, and the step of their checkpoints; the results
+# have more of both.
+_BIASES = (
+    *("mxfp8", "mxfp4_floor", "mxfp4", "mxfp4, forward alone", "mxfp4, backward alone"),
+    *("mxfp4, ends", "mxfp4, head too", "mxfp4_backward"),
+    *("nvfp4", "nvfp4_pretraining", "quartet_ii", "deepseek_v3"),
+)
+_BIAS_STEP = 300
 
 
 def result(name: str) -> dict[str, Any]:
@@ -201,6 +210,36 @@ def calibration() -> Table:
     return ("weights", "bits", "MB", "loss over float32"), cells
 
 
+def gradient_bias() -> Table:
+    """Means over seeds, with their intervals; n where a checkpoint has fewer seeds than the row."""
+    by_variant: dict[str, list[dict[str, Any]]] = {}
+    for row in result("gradient_bias")["rows"]:
+        by_variant.setdefault(row["name"], []).append(row)
+    rows = []
+    for name in _BIASES:
+        over = functools.partial(over_seeds, by_variant[name], _BIAS_STEP)
+        bias, slope = (
+            over(lambda row: 100 * row["bias"], ".1f"),
+            over(lambda row: row["slope"], ".3f"),
+        )
+        rows.append((name, bias, slope, over(loss_increase, "+.2f")))
+    return ("variant", "bias (%)", "slope", "loss (%)"), rows
+
+
+def loss_increase(row: dict[str, Any]) -> float:
+    """Of the loss before any training with the recipe, in percent."""
+    return 100 * row["loss_increase"] / row["loss"]
+
+
+def over_seeds(
+    rows: list[dict[str, Any]], step: int, value: Callable[[dict[str, Any]], float], pattern: str
+) -> str:
+    """Mean and interval of a checkpoint's rows; n where it has fewer seeds than all rows."""
+    values = [value(row) for row in rows if row["step"] == step]
+    fewer = f" (n = {len(values)})" if 0 < len(values) < len({row["seed"] for row in rows}) else ""
+    return intervals.text(values, pattern) + fewer
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
@@ -213,6 +252,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         ragged,
         compile_time,
         calibration,
+        gradient_bias,
     )
 }
 

@@ -20,9 +20,8 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import library
 
-COMMAND = "cpu/ragged"
+COMMAND = "ragged"
 FLOAT32 = "jax.lax.ragged_dot, float32"
 REFERENCE = "mx_jax, reference"
 
@@ -88,9 +87,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
       options: `formats`, `tokens`, `experts`, `size` of an expert's square matrix, `seconds` of a
         comparison, `min_rounds`.
     """
-    loaded = library.load()
-    if isinstance(loaded, str):
-        raise SystemExit(f"ragged: the CPU library is {loaded}")
+    environment.cpu_library("ragged")
     measured = []
     groups = [
         (format, work, count)
@@ -148,8 +145,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.ragged"
+    parser = report.parser(COMMAND, __doc__, out="cpu/ragged.json")
     parser.add_argument("--formats", nargs="*", default=["mxfp4", "mxfp8_e4m3", "nvfp4"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[64, 512], help="rows")
     parser.add_argument("--experts", type=int, default=8, help="groups")

@@ -140,8 +140,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("residuals", __doc__)
-    parser.set_defaults(out=report.RESULTS / "residuals" / "results.json")
+    parser = report.parser("residuals", __doc__, out="residuals/results.json")
     parser.add_argument("--recipes", nargs="+", default=["mxfp8", "mxfp4"], metavar="NAME")
     parser.add_argument("--size", type=size, default=(512, 512, 512), metavar="MxKxN")
     parser.add_argument("--d-model", type=int, default=128, metavar="N")

@@ -255,8 +255,7 @@ def texts(options: argparse.Namespace, tokenize: Any) -> tuple[list[str], Any, A
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / f"{COMMAND}.json")
+    parser = report.parser(COMMAND, __doc__, out=f"cpu/{COMMAND}.json")
     parser.add_argument("--model", type=Path, help="a folder, if not the installed package's")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES)

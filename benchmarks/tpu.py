@@ -229,13 +229,13 @@ def sheet(rows: Sequence[dict[str, Any]], device: str) -> report.Sheet:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("tpu", __doc__)
+    parser = report.parser("tpu", __doc__, out=f"tpu/{report.DEVICE}.json")
     parser.add_argument(
         "--devices",
         nargs="+",
         choices=tuple(DEVICES),
         default=list(DEVICES),
-        help="to compile for; without --out, each has benchmarks/results/tpu/DEVICE.json",
+        help="to compile for, each with a file",
     )
     parser.add_argument(
         "--programs",
@@ -253,14 +253,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(str(error)) from None
     if options.worker is not None:
         return _work(options.worker, *options.devices)
-    if hasattr(options, "out") and len(options.devices) > 1:
+    if report.DEVICE not in str(options.out) and len(options.devices) > 1:
         parser.error(f"--out is a file for one device, got --devices {' '.join(options.devices)}")
     for device in options.devices:
         measured = rows(options.programs, device)
         result = {"environment": environment.describe(["libtpu"]), "rows": measured}
-        out = getattr(options, "out", report.RESULTS / "tpu" / f"{device}.json")
-        written_to = argparse.Namespace(out=out)
-        report.publish("tpu", written_to, result, [sheet(measured, device)])
+        to_device = argparse.Namespace(out=report.of_device(options.out, device))
+        report.publish("tpu", to_device, result, [sheet(measured, device)])
     return None
 
 
