@@ -300,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=40, metavar="N", help="that are measured")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of each")
     options = parser.parse_args(arguments)
+    report.check_names("--rows", options.rows or (), [row.name for row in ROWS])
     source = open_model(find_model(options.model))
     sizes = options.calibration, options.sequences, options.length
     known, held = texts(source.tokenizer(), *sizes)

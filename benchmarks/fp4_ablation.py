@@ -158,10 +158,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
 def choose(names: Sequence[str], layers: int) -> list[Variant]:
     """The variants by name; the baseline is always among them."""
     every = variants(layers)
-    unknown = set(names) - {variant.name for variant in every}
-    if unknown:
-        known = ", ".join(variant.name for variant in every)
-        raise SystemExit(f"--variants: unknown {', '.join(sorted(unknown))}; known: {known}")
+    report.check_names("--variants", names, [variant.name for variant in every])
     return [v for v in every if not names or v.name in names or v.name == BASELINE]
 
 

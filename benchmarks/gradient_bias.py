@@ -242,14 +242,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
         metavar="FOLDER",
         help="for the float32 runs",
     )
-    for name in ("steps", "d_model", "heads", "layers", "context", "batch"):
+    names = ("steps", "d_model", "heads", "layers", "context", "batch")
+    for name in names:
         add(f"--{name.replace('_', '-')}", default=getattr(SETTINGS, name))
     options = parser.parse_args(arguments)
-    changes = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(Settings)
-        if hasattr(options, field.name)
-    }
+    changes = {name: getattr(options, name) for name in names}
     settings = dataclasses.replace(SETTINGS, **changes)
     outside = [step for step in options.checkpoints if not 0 < step <= settings.steps]
     if outside:
@@ -260,10 +257,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
 def choose(names: Sequence[str], layers: int) -> list[Variant]:
     """The variants by name."""
     every = rows_to_measure(layers)
-    unknown = set(names) - {variant.name for variant in every}
-    if unknown:
-        listed = ", ".join(variant.name for variant in every)
-        raise SystemExit(f"--variants: unknown {', '.join(sorted(unknown))}; known: {listed}")
+    report.check_names("--variants", names, [variant.name for variant in every])
     return [variant for variant in every if not names or variant.name in names]
 
 

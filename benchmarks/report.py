@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,12 @@ def of_device(out: Path, device: str) -> Path:
     return Path(str(out).replace(DEVICE, device))
 
 
+def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raises SystemExit if an option has a name that is not known."""
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"{option}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+
+
 def shape(text: str) -> tuple[int, int]:
     """`"4096x4096"` as a shape; an argparse type."""
     try:
@@ -138,7 +144,8 @@ def show(sheets: Sequence[Sheet]) -> None:
 
 
 def publish(command: str, options: argparse.Namespace, result: Any, sheets: Sequence[Sheet]):
-    """Print the sheets, write the result as JSON and the sheets as Markdown beside it."""
+    """Print the sheets that have rows, write the result as JSON and them as Markdown beside it."""
+    sheets = [sheet for sheet in sheets if sheet.rows]
     show(sheets)
     out = options.out
     out.parent.mkdir(parents=True, exist_ok=True)

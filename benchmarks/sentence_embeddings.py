@@ -175,7 +175,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         f"of kernels, {result['float32_table_bytes'] / 1e6:.1f} MB of tables."
     ]
     tables += [calibration_sheet(rows, result), words_sheet(rows)]
-    return [sheet for sheet in [*tables, *speed_sheets(result["speed"])] if sheet.rows]
+    return [*tables, *speed_sheets(result["speed"])]
 
 
 def calibration_sheet(rows: Sequence[dict[str, Any]], result: dict[str, Any]) -> report.Sheet:

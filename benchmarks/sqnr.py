@@ -35,10 +35,7 @@ def all_recipes(names: Sequence[str] = ()) -> list[Recipe]:
     known = [recipes.from_name(name) for name in recipes.names()]
     known += [recipes.weight_only("mxfp8_e4m3"), recipes.weight_only("mxfp4")]
     known = list({recipe.name: recipe for recipe in known}.values())  # names() lists aliases too
-    unknown = set(names) - {recipe.name for recipe in known}
-    if unknown:
-        every = ", ".join(recipe.name for recipe in known)
-        raise SystemExit(f"--recipes: unknown {', '.join(sorted(unknown))}; known: {every}")
+    report.check_names("--recipes", names, [recipe.name for recipe in known])
     return [recipe for recipe in known if not names or recipe.name in names]
 
 

@@ -161,7 +161,7 @@ class Sensitivity:
 
     def toml(self) -> str:
         """The choice as a file of rules for `python -m mx_jax quantize --rules`."""
-        lines = [f"# Chosen by mx_jax.inspect.sensitivity: {self.summary}"]
+        lines = [f"# Chosen by examples/choose_formats.py: {self.summary}"]
         for choice in self.choices:
             what = (
                 "skip = true"
