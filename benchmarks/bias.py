@@ -100,8 +100,8 @@ class GradientBias:
       ...     return (mx_jax.matmul(x, w["up"], recipe=recipe) ** 2).mean()
       >>> w = {"up": jax.random.normal(jax.random.key(1), (64, 8))}
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
-      >>> found = gradient_bias(loss, w, batches, recipe)
-      >>> [row.parameter for row in found.parameters()], found.whole[0].bias < 0.2
+      >>> result = gradient_bias(loss, w, batches, recipe)
+      >>> [row.parameter for row in result.parameters()], result.whole[0].bias < 0.2
       (['up'], True)
     """
 
@@ -130,8 +130,8 @@ class GradientBias:
                 f"GradientBias.parameters: recipe must be one of {', '.join(map(repr, names))}, "
                 f"got recipe={recipe!r}"
             )
-        found = [row for row in self.rows if row.parameter is not None and row.recipe == recipe]
-        return tuple(sorted(found, key=lambda row: (math.isnan(row.bias), -row.bias)))
+        rows = [row for row in self.rows if row.parameter is not None and row.recipe == recipe]
+        return tuple(sorted(rows, key=lambda row: (math.isnan(row.bias), -row.bias)))
 
     @property
     def caption(self) -> str:
@@ -151,7 +151,7 @@ class GradientBias:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Percentages; an interval from 0 on is given as what the bias is at most."""
+    """Percentages; of an interval that begins at 0, the upper end alone."""
 
     def percent(value: float) -> str:
         return f"{100 * value:.3g} %"
@@ -225,7 +225,7 @@ def gradient_bias(
         scalar. It is traced once for each recipe and each shape of a batch, by `jax.jit`. With
         Flax, build the model in it: `model.clone(recipe=recipe)`, or `convert.linen(model, rules)`,
         where rules take the place of recipes.
-      params: what gradients are taken by: any pytree of floats, linen's params or nnx's state.
+      params: to differentiate by: any pytree of floats, linen's params or nnx's state.
       batches: three or more, independent of one another; each is read once, and all weigh the
         same, those of other shapes too.
       recipes: a recipe or the name of one, or a mapping from names to recipes, such as `passes`
@@ -254,8 +254,8 @@ def gradient_bias(
       ...     batches.append(jax.random.normal(key, (128, 64)))
       >>> def loss(w, x, recipe):
       ...     return (mx_jax.matmul(x, w, recipe=recipe) ** 2).mean()
-      >>> found = gradient_bias(loss, w, batches, {"E4M3": "mxfp8", "E2M1": "mxfp4"})
-      >>> eight_bits, four_bits = found.whole
+      >>> result = gradient_bias(loss, w, batches, {"E4M3": "mxfp8", "E2M1": "mxfp4"})
+      >>> eight_bits, four_bits = result.whole
       >>> eight_bits.bias < 0.05 < four_bits.bias < four_bits.one_batch
       True
     """
@@ -270,8 +270,8 @@ def gradient_bias(
     if not recipes:
         raise ValueError("gradient_bias: there are no recipes; got an empty mapping")
     chosen = {
-        str(name): as_recipe(own, "gradient_bias", Recipe) if isinstance(own, str) else own
-        for name, own in recipes.items()
+        str(name): as_recipe(recipe, "gradient_bias", Recipe) if isinstance(recipe, str) else recipe
+        for name, recipe in recipes.items()
     }
     batches = list(batches)
     if len(batches) < _FEWEST:
@@ -282,14 +282,14 @@ def gradient_bias(
 
     def draw(recipe: object) -> tuple[np.ndarray, dict[str, list[np.ndarray]]]:
         """The loss of each batch, and the gradients of each parameter, one a batch."""
-        losses, found = [], collections.defaultdict(list)
+        losses, gradients = [], collections.defaultdict(list)
         for index, batch in enumerate(batches):
             keys = () if key is None else (jax.random.fold_in(key, index),)
             value, gradient = _loss_and_gradient(loss, recipe, params, batch, keys)
             losses.append(float(value))
             for name, leaf in _named_leaves(jax.device_get(gradient)):
                 if scanned is None or not re.fullmatch(scanned, name):
-                    found[name].append(leaf)
+                    gradients[name].append(leaf)
                     continue
                 if not np.ndim(leaf):
                     raise ValueError(
@@ -297,18 +297,18 @@ def gradient_bias(
                         "has no axis of layers; got a scalar"
                     )
                 for layer, part in enumerate(leaf):
-                    found[f"{name}[{layer}]"].append(part)
-        return np.array(losses), found
+                    gradients[f"{name}[{layer}]"].append(part)
+        return np.array(losses), gradients
 
     rows: list[Row] = []
     # float32 products are made of fewer bits on accelerators, and would not be exact.
     with jax.default_matmul_precision("float32"):
         exact_losses, exact_draws = draw(high_precision() if exact is None else exact)
-        # What has diverged in high precision already has no gradient to compare with.
+        # A loss that has diverged in high precision has no gradient to compare with.
         bad = [
             (name, batch)
-            for name, own in exact_draws.items()
-            for batch, gradient in enumerate(own)
+            for name, gradients in exact_draws.items()
+            for batch, gradient in enumerate(gradients)
             if not np.isfinite(exact_losses[batch]) or not np.isfinite(gradient).all()
         ]
         if bad:
@@ -321,14 +321,14 @@ def gradient_bias(
         for name, recipe in chosen.items():
             losses, draws = draw(recipe)
             parts = {
-                parameter: inner_products(own, draws[parameter])
-                for parameter, own in exact_draws.items()
+                parameter: inner_products(gradients, draws[parameter])
+                for parameter, gradients in exact_draws.items()
             }
             row = functools.partial(estimate, recipe=name)
             increase = float((losses - exact_losses).mean())
             whole = np.sum([*parts.values()], axis=0)
             rows.append(row(whole, parameter=None, loss_increase=increase))
-            rows += [row(own, parameter=parameter) for parameter, own in parts.items()]
+            rows += [row(part, parameter=parameter) for parameter, part in parts.items()]
     return GradientBias(rows=tuple(rows), exact_loss=float(exact_losses.mean()))
 
 
@@ -344,8 +344,8 @@ def inner_products(
 ) -> np.ndarray:
     """Of draws of g and of `q = g + e`: `g_i . g_j`, `e_i . e_j`, `e_i . g_j`; `[3, n, n]`."""
     both = exact, quantized
-    g, q = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in both)
-    # Inf times 0 is no news: `estimate` looks at what comes of it.
+    g, q = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in draws]) for draws in both)
+    # Inf times 0 needs no warning: `estimate` reports the NaN.
     with np.errstate(invalid="ignore"):
         e = q - g
         return np.stack([g @ g.T, e @ e.T, e @ g.T])
@@ -362,13 +362,13 @@ def estimate(products: np.ndarray, **names: Any) -> Row:
     known = functools.partial(Row, draws=n, **names)
     unknown = dict.fromkeys(("bias", "low", "high", "slope"), math.nan)
     if not np.isfinite(products).all():
-        # `max(0.0, nan)` is 0: without this, what diverged would have no bias at all.
+        # `max(0.0, nan)` is 0: without this a diverged recipe would have no bias at all.
         return known(**unknown, uncorrected=math.nan, one_batch=math.nan)
     of_exact, of_error, _ = products
     if not of_error.any():
         return known(bias=0, low=0, high=0, uncorrected=0, slope=1, one_batch=0)
     (exact, exacts), (error, errors), (mixed, _) = map(_squared_mean, products)
-    # What is left of the spread of single draws in the mean of n.
+    # The noise that remains in the mean of n draws.
     noise = max(0.0, float(np.trace(of_exact)) / n - exact) / n
     known = functools.partial(
         known,
@@ -402,9 +402,9 @@ def _ratio(value: float, unit: float) -> float:
 
 def _named_leaves(tree: object) -> list[tuple[str, Any]]:
     """Leaves by their paths, joined by `/`; boxes of Flax end in `value`, which is no name."""
-    found = []
+    named = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
-        own = path[:-1] if boxed else path
-        found.append((jax.tree_util.keystr(own, simple=True, separator="/"), leaf))
-    return found
+        keys = path[:-1] if boxed else path
+        named.append((jax.tree_util.keystr(keys, simple=True, separator="/"), leaf))
+    return named

@@ -55,10 +55,10 @@ class Row:
     Attributes:
       format: of its layers.
       by: how they and the table are rounded.
-      moved: what is done to the float model before.
+      moved: the change of the float model before.
       head: format of the table, which is the head too; default: as the layers.
       untied: whether rows are looked up in a second table.
-      finer: another format of some layers, by a pattern of their paths, and what to call them.
+      finer: another format of some layers: a pattern of their paths, and their name.
     """
 
     format: str
@@ -119,7 +119,7 @@ def loss(model: Llama, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def rounding(by: str, format: str, axis: int) -> Callable[[jax.Array, Any], jax.Array]:
-    """From a weight and the moment of its inputs to what its codes stand for."""
+    """From a weight and the moment of its inputs to the values of its codes."""
     rule = recipes.weight_only(format).output.rhs
     assert rule is not None
 
@@ -140,7 +140,7 @@ def stored_in_16_bits(params: Any) -> Any:
 
 
 class Models:
-    """The float model and what calibration makes of it; what rows share is made once."""
+    """The float model and its calibrated versions; each is made once for all rows."""
 
     def __init__(self, config: LlamaConfig, params: Any, known: np.ndarray) -> None:
         if not config.tied:
@@ -292,8 +292,7 @@ def pages() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("calibration", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "calibration.json")
+    parser = report.parser("calibration", __doc__, out="cpu/calibration.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
     parser.add_argument("--rows", nargs="*", metavar="ROW", help="names of rows (default: all)")
     parser.add_argument("--peers", nargs="*", type=Path, default=(), metavar="FILE.gguf")
@@ -301,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=40, metavar="N", help="that are measured")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of each")
     options = parser.parse_args(arguments)
+    report.check_names("--rows", options.rows or (), [row.name for row in ROWS])
     source = open_model(find_model(options.model))
     sizes = options.calibration, options.sequences, options.length
     known, held = texts(source.tokenizer(), *sizes)

@@ -4,7 +4,7 @@ A small MLP in MXFP8, a whole step of it with gradients: as it is, and by `inspe
 statistics, at every step and at one in ten, whose number is known outside the compiled function or
 traced inside it. Medians over rounds of ten steps, taken in turns, so that a busy
 machine is busy for all of them. What is compared is the process's CPU time, which another
-process's work does not change much; the time on the clock is told beside it.
+process's work does not change much; the time on the clock stands beside it.
 """
 
 import statistics
@@ -64,12 +64,12 @@ def measure(rows: int, width: int, rounds: int) -> list[dict[str, Any]]:
             if number:  # The first compiles.
                 cpu, clock = (b - a for a, b in zip(began, ended, strict=True))
                 times[name].append((cpu / STEPS, clock / STEPS))
-    return [_row(name, rows, width, times[UNWATCHED], own) for name, own in times.items()]
+    return [_row(name, rows, width, times[UNWATCHED], clocks) for name, clocks in times.items()]
 
 
-def _row(name: str, rows: int, width: int, plain: Any, own: Any) -> dict[str, Any]:
-    cpu, clock = (statistics.median(column) for column in zip(*own, strict=True))
-    over = [a[0] / b[0] - 1 for a, b in zip(own, plain, strict=True)]
+def _row(name: str, rows: int, width: int, plain: Any, clocks: Any) -> dict[str, Any]:
+    cpu, clock = (statistics.median(column) for column in zip(*clocks, strict=True))
+    over = [a[0] / b[0] - 1 for a, b in zip(clocks, plain, strict=True)]
     return {
         "watching": name,
         "rows": rows,
@@ -86,15 +86,14 @@ def sheet(rows: Sequence[dict[str, Any]]) -> report.Sheet:
         ("watching", "rows", "width", "CPU (ms)", "clock (ms)", "CPU time over unwatched (%)"),
     )
     for row in rows:
-        own = row["watching"], str(row["rows"]), str(row["width"])
+        labels = row["watching"], str(row["rows"]), str(row["width"])
         cells = (1e3 * row["cpu_s"], 1e3 * row["clock_s"], 100 * row["overhead"])
-        result.rows.append((*own, *(report.number(cell, 1) for cell in cells)))
+        result.rows.append((*labels, *(report.number(cell, 1) for cell in cells)))
     return result
 
 
 def main() -> None:
-    parser = report.parser("capture", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "capture.json")
+    parser = report.parser("capture", __doc__, out="cpu/capture.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024], help="of the batch")
     parser.add_argument("--width", type=int, default=256, help="of each layer")
     parser.add_argument("--rounds", type=int, default=7, help="of ten steps")

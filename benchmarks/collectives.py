@@ -1,6 +1,6 @@
 """Bytes that each of eight devices receives for a product and its gradients, beside plain JAX's.
 
-Every layout in every way that a mesh is told of, in float32 and bfloat16, read from the program
+Every layout in every way to name a mesh, in float32 and bfloat16, read from the program
 after XLA has partitioned it, on eight virtual CPU devices: counted, not measured. What follows
 there is a backend's own; on CPUs it widens bfloat16 to float32. Where libtpu is, some of them in
 bfloat16 for TPUs that are not there too, read from the final program.
@@ -148,15 +148,17 @@ def _product(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any, Any]:
     stacked, kernels = layout.w, (FEATURES, units)
     if layout.layers:
         stacked, kernels = P(None, *layout.w), (LAYERS, *kernels)
-    given, results = (layout.x, stacked, layout.y), (layout.y, layout.x, stacked)
+    in_specs, out_specs = (layout.x, stacked, layout.y), (layout.y, layout.x, stacked)
     operands = [
         jax.ShapeDtypeStruct(shape, case.dtype, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(((TOKENS, FEATURES), kernels, (TOKENS, units)), given, strict=True)
+        for shape, spec in zip(
+            ((TOKENS, FEATURES), kernels, (TOKENS, units)), in_specs, strict=True
+        )
     ]
     function: Any = step(case, layout)
     if case.way == "shard_map":
-        function = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=results)
-    return function, mesh, operands, tuple(NamedSharding(mesh, spec) for spec in results)
+        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return function, mesh, operands, tuple(NamedSharding(mesh, spec) for spec in out_specs)
 
 
 def _experts(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any, Any]:
@@ -200,8 +202,8 @@ def _language_model(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any,
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["tokens"].astype(dtype)[tokens[:, :-1].reshape(-1)]
-        for own in params["blocks"]:
-            x = block.apply({"params": own}, x)
+        for weights in params["blocks"]:
+            x = block.apply({"params": weights}, x)
         logits = (x @ params["head"].astype(dtype)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(
             logits, tokens[:, 1:].reshape(-1)
@@ -213,10 +215,10 @@ def _language_model(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any,
         spec = P(*spec[-x.ndim :]) if x.ndim > 1 else P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    own = jax.eval_shape(lambda: block.init(key, jnp.ones((TIME, FEATURES)))["params"])
+    weights = jax.eval_shape(lambda: block.init(key, jnp.ones((TIME, FEATURES)))["params"])
     table = jax.ShapeDtypeStruct((VOCABULARY, FEATURES), jnp.float32)
     head = jax.ShapeDtypeStruct((FEATURES, VOCABULARY), jnp.float32)
-    params = {"tokens": table, "blocks": [own] * LAYERS, "head": head}
+    params = {"tokens": table, "blocks": [weights] * LAYERS, "head": head}
     params = jax.tree_util.tree_map_with_path(place, params)
     by_rows = NamedSharding(mesh, P(("data", "fsdp")))
     tokens = jax.ShapeDtypeStruct((TOKENS // TIME, TIME + 1), jnp.int32, sharding=by_rows)
@@ -284,19 +286,19 @@ def counted_on(name: str, case: Case) -> Counter[tuple[str, str]]:
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case of every recipe, a process with eight devices for each recipe; then TPUs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    own = os.environ | {"JAX_PLATFORMS": "cpu"}
-    found: list[dict[str, Any]] = []
+    inherited = os.environ | {"JAX_PLATFORMS": "cpu"}
+    measured: list[dict[str, Any]] = []
     for device in ("cpu", *options.tpus):
         variables = {"XLA_FLAGS": flags} if device == "cpu" else ENVIRONMENT
         for recipe in (PLAIN, *options.recipes):
             command = [sys.executable, "-m", "benchmarks.collectives", "--worker", device, recipe]
             done = subprocess.run(
-                command, env=own | variables, capture_output=True, text=True, check=False
+                command, env=inherited | variables, capture_output=True, text=True, check=False
             )
             if done.returncode:
                 raise SystemExit(f"collectives: {recipe} failed:\n{done.stderr[-3000:]}")
-            found += map(json.loads, done.stdout.splitlines())
-    return found
+            measured += map(json.loads, done.stdout.splitlines())
+    return measured
 
 
 def _work(device: str, recipe: str) -> None:
@@ -309,13 +311,13 @@ def _work(device: str, recipe: str) -> None:
         print(json.dumps(row | {"bytes": bytes_of, "total": sum(bytes_of.values())}), flush=True)
 
 
-def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
+def sheets(rows: Sequence[dict[str, Any]]) -> list[report.Sheet]:
     """A table for each dtype: bytes over those of plain JAX, a column for each way."""
     key = ("device", *Case._fields[:4])
-    totals = {tuple(row[name] for name in key): row["total"] for row in found}
-    names = list(dict.fromkeys(row["recipe"] for row in found))
+    totals = {tuple(row[name] for name in key): row["total"] for row in rows}
+    names = list(dict.fromkeys(row["recipe"] for row in rows))
     tables = []
-    for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in found):
+    for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
         of_cpus = device == "cpu"
         ways, what = (WAYS, f"{DEVICES} devices") if of_cpus else (WAYS_OF_TPUS, f"TPUs {device}")
         size, read = f"{SIZE_OF_TPUS} tokens, features and units", "libtpu's final programs"
@@ -352,9 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.worker is not None:
         return _work(*options.worker)
-    found = rows(options)
-    result = {"environment": environment.describe(), "rows": found}
-    report.publish("collectives", options, result, sheets(found))
+    measured = rows(options)
+    result = {"environment": environment.describe(), "rows": measured}
+    report.publish("collectives", options, result, sheets(measured))
     return None
 
 

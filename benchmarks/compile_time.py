@@ -25,7 +25,6 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import spread
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import library
 
 FLOAT32, REFERENCE, DEFAULT = "float32", "reference", "default"
 PHASES = ("trace", "lower", "compile")
@@ -39,7 +38,7 @@ SLOW = (
     "nvfp4_unbiased",
     "nvfp4_four_over_six",
 )
-# What a case is called, its recipe and the dtype of its arrays.
+# By a case's name: its recipe and the dtype of its arrays.
 CASES = {
     FLOAT32: ("high_precision", jnp.float32),
     "bfloat16": ("high_precision", jnp.bfloat16),
@@ -51,7 +50,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?[\w.\-]+ .*\{$", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A recipe by its name in `CASES`, and the backends that are asked."""
+    """A recipe by its name in `CASES`, and the backends that may run it."""
 
     name: str
     backends: str
@@ -64,8 +63,8 @@ def gradient(name: str, layers: int, width: int) -> tuple[Callable[..., Any], An
 
     def loss(kernels, x, keys):
         for kernel, key in zip(kernels, keys, strict=True):
-            own = {"key": key} if recipe.is_stochastic else {}
-            x = jax.nn.relu(mx_jax.matmul(x, kernel, recipe=recipe, **own))
+            options = {"key": key} if recipe.is_stochastic else {}
+            x = jax.nn.relu(mx_jax.matmul(x, kernel, recipe=recipe, **options))
         return jnp.square(x).sum()
 
     array = jax.ShapeDtypeStruct((width, width), dtype)
@@ -81,13 +80,13 @@ def count(hlo: str | None) -> dict[str, int]:
 
 
 def sample(case: Case, layers: int, width: int) -> dict[str, Any]:
-    """CPU seconds of each phase, from nothing, and what XLA was given and made of it."""
+    """CPU seconds of each phase, from nothing; sizes of the program before and after XLA."""
     function, shapes = gradient(case.name, layers, width)
-    asked = contextlib.nullcontext()
+    backends = contextlib.nullcontext()
     if case.backends == REFERENCE:
-        asked = mx_jax.only_backend(REFERENCE)
+        backends = mx_jax.only_backend(REFERENCE)
     jax.clear_caches()
-    with asked:
+    with backends:
         clock = [time.process_time()]
         traced = jax.jit(function).trace(*shapes)
         clock.append(time.process_time())
@@ -108,13 +107,13 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [Case(name, which) for which in options.backends for name in options.recipes]
     for case in cases:
         sample(case, 1, options.width)
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    samples: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     order, shuffle = list(cases), random.Random(0).shuffle
     for _ in range(options.rounds):
         shuffle(order)
         for case in order:
-            found[case].append(sample(case, options.layers, options.width))
-    return [_row(case, found[case], found[Case(FLOAT32, case.backends)]) for case in cases]
+            samples[case].append(sample(case, options.layers, options.width))
+    return [_row(case, samples[case], samples[Case(FLOAT32, case.backends)]) for case in cases]
 
 
 def _row(
@@ -142,7 +141,7 @@ def _row(
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table for each choice of backends."""
-    layers, width, found = result["layers"], result["width"], []
+    layers, width, tables = result["layers"], result["width"], []
     for which in dict.fromkeys(row["backends"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["backends"] == which]
         sheet = report.Sheet(
@@ -151,8 +150,8 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
             notes=[f"Medians of {rows[0]['rounds']} rounds, one core, from clear caches."],
         )
         sheet.rows += map(_cells, rows)
-        found.append(sheet)
-    return found
+        tables.append(sheet)
+    return tables
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -164,8 +163,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("compile_time", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "compile_time.json")
+    parser = report.parser("compile_time", __doc__, out="cpu/compile_time.json")
     parser.add_argument(
         "--recipes",
         nargs="+",
@@ -181,9 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken")
     options = parser.parse_args(arguments)
     options.recipes = list(dict.fromkeys([FLOAT32, *options.recipes]))
-    loaded = library.load()
-    if DEFAULT in options.backends and isinstance(loaded, str):
-        raise SystemExit(f"the CPU library is missing: {loaded}; try --backends {REFERENCE}")
+    if DEFAULT in options.backends:
+        environment.cpu_library("compile_time")
     result = {
         "environment": environment.describe(),
         "layers": options.layers,

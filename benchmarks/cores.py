@@ -1,6 +1,6 @@
 """Measuring arithmetic: one core, and no page faults.
 
-A process of its own is pinned before JAX starts its threads, and glibc is told to back large arrays
+A process of its own is pinned before JAX starts its threads, and glibc backs large arrays
 with huge pages: a fresh 64 MiB array then costs some 500 page faults instead of 16384, whose price
 would hide everything else.
 """

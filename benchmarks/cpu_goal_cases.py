@@ -1,4 +1,4 @@
-"""What is measured for the goals on a CPU (`benchmarks.cpu_goals`): cases by group.
+"""The cases of the goals on a CPU (`benchmarks.cpu_goals`), by group.
 
 The cases of a group run in the same rounds, in a process of their own.
 """
@@ -46,7 +46,7 @@ Pair = tuple[BlockFormat | None, BlockFormat]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large what is measured is.
+    """Sizes of the cases.
 
     Attributes:
       size: rows and columns of a weight, of a tensor that is cast.
@@ -69,7 +69,7 @@ class Group:
     Attributes:
       cases: to run.
       left_out: by case that cannot, why.
-      work: by bound: what its time is multiplied with to be that of the others' work.
+      work: by bound: the factor from its time to the time of the others' work.
     """
 
     cases: Sequence[Case]
@@ -83,7 +83,7 @@ class Making:
 
     Attributes:
       make: in the process that measures it.
-      isa: instruction set that the process is told to use; None: the machine's best.
+      isa: instruction set that the process uses; None: the machine's best.
     """
 
     make: Callable[[Sizes], Group]
@@ -127,7 +127,7 @@ def _float32(m: int, n: int, k: int) -> Case:
 
 
 def _product(pair: Pair, shape: tuple[int, int, int], w: Any, packed: bool) -> Case:
-    """A product of `[m, k]` by weights `w`, `[n, k]`, by what the library selects for it."""
+    """A product of `[m, k]` by weights `w`, `[n, k]`, by the backend that the library selects."""
     m, n, k = shape
     call = MatmulCase(lhs=pair[0], rhs=pair[1], m=(m,), n=(n,), k=(k,)).call
     left, right = _operand(pair[0], draw("normal", (m, k), 1)), _operand(pair[1], w)
@@ -171,7 +171,7 @@ def _random_codes(shape: tuple[int, int]) -> Any:
 def squares(sizes: Sizes) -> Group:
     """Quantized square products, beside the core's int8 peak."""
     shape = sizes.square, sizes.square, sizes.square
-    pairs = [(own, own) for own in (_MXFP4, formats.MXFP6_E2M3, _MXINT8)]
+    pairs = [(format, format) for format in (_MXFP4, formats.MXFP6_E2M3, _MXINT8)]
     cases = [_product(pair, shape, draw("normal", shape[:2]), packed=False) for pair in pairs]
     bound, work = _peak("vnni", sizes.square**3)
     left_out = {} if bound else {"peak vnni": "this machine has no AVX512-VNNI"}
@@ -184,9 +184,9 @@ def squares_without_bf16(sizes: Sizes) -> Group:
     why = _without_library()
     if why is not None:
         return Group(cases=[], left_out={_title(pair): why})
-    own = _product(pair, shape, draw("normal", shape[:2]), packed=False)
+    product = _product(pair, shape, draw("normal", shape[:2]), packed=False)
     bound, work = _peak("fma", sizes.square**3)
-    return Group(cases=[_float32(*shape), own, *bound], work=work)
+    return Group(cases=[_float32(*shape), product, *bound], work=work)
 
 
 def by_set(
@@ -207,7 +207,7 @@ def by_set(
     return Making(make=make, isa=isa)
 
 
-def beyond_the_cache(sizes: Sizes) -> Group:
+def weights_out_of_cache(sizes: Sizes) -> Group:
     """One row, and eight, by each of many weights, beside a read of MXFP4's and ONNX's int4."""
     size, many = sizes.size, sizes.many
     xs = jnp.asarray(draw("normal", (many, 8, size), 1))
@@ -216,7 +216,8 @@ def beyond_the_cache(sizes: Sizes) -> Group:
         stored = _operand(format, draw("normal", (size, size)))
         weights[format] = [_packed(stored) for _ in range(many)]
     num_bytes = {
-        format: sum(leaf.nbytes for leaf in jax.tree.leaves(own)) for format, own in weights.items()
+        format: sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
+        for format, copies in weights.items()
     }
     pairs = ((None, _MXFP4), (_MXINT8, _MXFP4), (None, _NVFP4), (None, _MXFP8))
     cases, work, left_out = [], {}, {}
@@ -236,12 +237,10 @@ def beyond_the_cache(sizes: Sizes) -> Group:
 
 
 def _each(pair: Pair, xs: jax.Array, weights: Sequence[PackedMXArray]) -> list[jax.Array]:
-    """The products; what is quantized of the left operand is quantized here, for each."""
+    """The products; a quantized left operand is quantized here, for each."""
     n, k = weights[0].shape
     call = MatmulCase(lhs=pair[0], rhs=pair[1], m=(xs.shape[1],), n=(n,), k=(k,)).call
-    return [
-        CPU_FFI.run(call, _operand(pair[0], x), own) for x, own in zip(xs, weights, strict=True)
-    ]
+    return [CPU_FFI.run(call, _operand(pair[0], x), w) for x, w in zip(xs, weights, strict=True)]
 
 
 def casts(sizes: Sizes) -> Group:
@@ -275,7 +274,9 @@ def attention(sizes: Sizes) -> Group:
     for format in (None, _MXFP8, _MXFP4, _NVFP4):
         cache = KVCache.zeros(1, sizes.positions, heads, features, format=format)
         caches = [append(cache, rows, rows, 0) for _ in range(sizes.many)]
-        attend = jax.jit(lambda x, own: [cache.attend(x, sizes.positions - 1) for cache in own])
+        attend = jax.jit(
+            lambda x, caches: [cache.attend(x, sizes.positions - 1) for cache in caches]
+        )
         name = CACHE.format("float32" if format is None else format.name)
         cases.append(Case(name, functools.partial(attend, query, caches)))
     return Group(cases=cases)
@@ -284,7 +285,7 @@ def attention(sizes: Sizes) -> Group:
 GROUPS: dict[str, Making] = {
     "1 row": rows(1, [(None, _MXFP4), (None, _MXFP8)], _normal),
     "32 rows": rows(32, [(_MXINT8, _MXFP4), (_MXFP4, _MXFP4)], _normal),
-    "1 row, weights beyond the cache": Making(make=beyond_the_cache),
+    "1 row, weights beyond the cache": Making(make=weights_out_of_cache),
     "square": Making(make=squares),
     "square without AVX512-BF16": Making(make=squares_without_bf16, isa="avx512_vnni"),
     "8 rows, random codes": rows(8, [(None, _NVFP4)], _random_codes),
@@ -293,14 +294,14 @@ GROUPS: dict[str, Making] = {
     "attention over 2,048 positions": Making(make=attention),
 }
 _INTEGERS = (_MXFP4, formats.MXFP6_E2M3, _MXINT8)
-_EACH = [(None, own) for own in (_MXFP4, _NVFP4, _MXFP8, *_INTEGERS[1:], formats.MXFP6_E3M2)]
+_EACH = [(None, format) for format in (_MXFP4, _NVFP4, _MXFP8, *_INTEGERS[1:], formats.MXFP6_E3M2)]
 for _isa, _peak_name in (("avx2", "maddubs256"), ("avx2_vnni", "vnni256")):
     GROUPS |= {
         f"{_isa}: 1 row": by_set(_isa, 1, [*_EACH, (_MXINT8, _MXFP4)]),
         f"{_isa}: 32 rows": by_set(_isa, 32, [(_MXINT8, _MXFP4), *_EACH], peak=_peak_name),
         f"{_isa}: 96 rows": by_set(_isa, 96, _EACH),
         f"{_isa}: squares": by_set(
-            _isa, 1024, [(own, own) for own in _INTEGERS], packed=False, peak=_peak_name
+            _isa, 1024, [(format, format) for format in _INTEGERS], packed=False, peak=_peak_name
         ),
         f"{_isa}: steps": Making(make=steps, isa=_isa),
         f"{_isa}: casts": Making(make=casts, isa=_isa),

@@ -1,4 +1,4 @@
-"""What products and casts are to reach on one CPU core, and how far what was measured is from it.
+"""Goals of products and casts on one CPU core, and how far the measurements are from them.
 
 Every goal is a ratio of two cases that run in the same rounds (`benchmarks.cpu_goal_cases`): the
 time of what it is compared with, divided by this library's. So 1 is equal, and more is faster. A
@@ -126,12 +126,12 @@ GOALS: tuple[Goal, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a goal.
+    """A goal and its measurement.
 
     Attributes:
       goal: it is about.
       ratio: that was measured; None: it was not.
-      limit: of the ratio: what the goal's bound would reach; None: no bound ran.
+      limit: the ratio that the goal's bound would reach; None: no bound ran.
       why: it was not measured.
       cpu_ms: of this library's case, the median.
     """
@@ -176,25 +176,25 @@ def verdicts(name: str, group: Group, samples: Mapping[str, Samples]) -> Iterato
       group: that was measured.
       samples: by case.
     """
-    for goal in (own for own in GOALS if own.group == name):
+    for goal in (goal for goal in GOALS if goal.group == name):
         missing = [name for name in (goal.what, goal.over) if name not in samples]
         if missing:
             why = group.left_out.get(missing[0], f"{missing[0]} did not run")
             yield Verdict(goal=goal, why=why)
             continue
         cpu_ms = samples[goal.what].summary()["cpu_ms"]["median"]
-        found = _times(group, samples, goal.over, goal.what)
+        measured = _times(group, samples, goal.over, goal.what)
         limit = None
         if goal.bound in samples:
             limit = _times(group, samples, goal.over, goal.bound).median
-        yield Verdict(goal=goal, ratio=found, limit=limit, cpu_ms=cpu_ms)
+        yield Verdict(goal=goal, ratio=measured, limit=limit, cpu_ms=cpu_ms)
 
 
-def _times(group: Group, samples: Mapping[str, Samples], over: str, own: str) -> Spread:
-    """How many times as long as `own` the case `over` takes for the same work."""
-    work = group.work.get(over, 1.0) / group.work.get(own, 1.0)
-    found = ratio(samples[over], samples[own], "cpu")
-    return Spread(*(work * value for value in dataclasses.astuple(found)))
+def _times(group: Group, samples: Mapping[str, Samples], over: str, what: str) -> Spread:
+    """The time of the case `over` in times of the case `what`, for the same work."""
+    work = group.work.get(over, 1.0) / group.work.get(what, 1.0)
+    spread = ratio(samples[over], samples[what], "cpu")
+    return Spread(*(work * value for value in dataclasses.astuple(spread)))
 
 
 def run_group(name: str, sizes: Sizes, how_long: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -203,25 +203,25 @@ def run_group(name: str, sizes: Sizes, how_long: Mapping[str, Any]) -> list[dict
     samples = measure(group.cases, **how_long) if group.cases else {}
     loaded = library.load()
     isa = "-" if isinstance(loaded, str) else loaded.isa
-    return [own.as_json() | {"set": isa} for own in verdicts(name, group, samples)]
+    return [verdict.as_json() | {"set": isa} for verdict in verdicts(name, group, samples)]
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Each group in a process of its own on one core."""
-    sizes, found = Sizes(size=options.size, square=options.square, many=options.many), []
+    sizes, rows = Sizes(size=options.size, square=options.square, many=options.many), []
     names = list(dict.fromkeys(goal.group for goal in GOALS))
     wanted = [name for name in names if not options.groups or name in options.groups]
     with report.progress(len(wanted)) as step:
         for name in wanted:
             step(name)
             with _on(GROUPS[name].isa):
-                found += cores.on_one_core(run_group, name, sizes, pace(options))
-    return found
+                rows += cores.on_one_core(run_group, name, sizes, pace(options))
+    return rows
 
 
 @contextlib.contextmanager
 def _on(isa: str | None) -> Iterator[None]:
-    """Processes that start meanwhile run on this instruction set; None: on what they would."""
+    """Processes that start meanwhile run on this instruction set; None: on the machine's best."""
     before = os.environ.get(held.ISA)
     if isa is not None:
         os.environ[held.ISA] = isa
@@ -257,21 +257,21 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> report.Sheet:
             "avx2_vnni."
         ],
     )
-    for own in rows:
-        found = own["ratio"] or {}
-        quartiles = " to ".join(report.number(found.get(name), 2) for name in ("q1", "q3"))
+    for row in rows:
+        spread = row["ratio"] or {}
+        quartiles = " to ".join(report.number(spread.get(name), 2) for name in ("q1", "q3"))
         result.rows.append(
             [
-                own["group"],
-                own.get("set", "-"),
-                own["what"],
-                own["over"],
-                report.number(own["cpu_ms"], 3),
-                f"{own['ratio_to_reach']:.4g}",
-                report.number(own["limit"], 2),
-                report.number(found.get("median"), 2),
-                quartiles if found else "-",
-                own["verdict"],
+                row["group"],
+                row.get("set", "-"),
+                row["what"],
+                row["over"],
+                report.number(row["cpu_ms"], 3),
+                f"{row['ratio_to_reach']:.4g}",
+                report.number(row["limit"], 2),
+                report.number(spread.get("median"), 2),
+                quartiles if spread else "-",
+                row["verdict"],
             ]
         )
     return result
@@ -279,17 +279,16 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> report.Sheet:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("cpu_goals", __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / "goals.json")
+    parser = report.parser("cpu_goals", __doc__, out="cpu/goals.json")
     parser.add_argument("--size", type=int, default=4096, help="of weights")
     parser.add_argument("--square", type=int, default=2048, help="of square products")
     parser.add_argument("--many", type=int, default=16, help="weights beyond the cache")
     parser.add_argument("--groups", nargs="*", choices=[*GROUPS], help="alone")
     add_pace(parser, seconds=12.0, min_rounds=9)
     options = parser.parse_args(arguments)
-    found = measured(options)
-    result = {"environment": environment.describe(PEERS), "rows": found}
-    report.publish("cpu_goals", options, result, [sheet(found)])
+    rows = measured(options)
+    result = {"environment": environment.describe(PEERS), "rows": rows}
+    report.publish("cpu_goals", options, result, [sheet(rows)])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.data import KINDS, draw
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, Operand
-from mx_jax.backends.cpu_ffi import CPU_FFI, library
+from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import pack_weights
@@ -89,17 +89,17 @@ def quantized_cases(
 ) -> list[Case]:
     """This backend's products and the reference's, of the same operands."""
     m, n, k = shape
-    found = []
+    cases = []
     for lhs, rhs in pairs:
         case = MatmulCase(lhs=lhs, rhs=rhs, m=(m,), n=(n,), k=(k,))
         name = f"{lhs.name if lhs else 'float32'} x {rhs.name}"
         left, right = operands(case, data)
         for backend in (CPU_FFI, REFERENCE):
-            found.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
+            cases.append(Case(f"{backend.name} {name}", _run(backend, case.call, left, right)))
         if packed:
             assert isinstance(right, MXArray)
-            found.append(Case(f"cpu_ffi {name}, packed", _run_packed(case.call, left, right)))
-    return found
+            cases.append(Case(f"cpu_ffi {name}, packed", _run_packed(case.call, left, right)))
+    return cases
 
 
 def _run(backend: Any, call: MatmulCall, left: Operand, right: Operand) -> Callable[[], jax.Array]:
@@ -122,21 +122,19 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
       options: `seconds` of a group, `min_rounds`, `sizes` of square products, `rows` of thin ones,
         kinds of `data` in the weights of thin ones.
     """
-    loaded = library.load()
-    if isinstance(loaded, str):
-        raise SystemExit(f"cpu_matmul: the CPU library is {loaded}")
+    environment.cpu_library("cpu_matmul")
     groups = [((size,) * 3, SQUARE, False, "normal") for size in options.sizes]
     for m in options.rows:
         groups += [((m, 4096, 4096), DECODING, True, data) for data in options.data]
-    found = []
+    measured = []
     with report.progress(len(groups)) as step:
         for shape, pairs, packed, data in groups:
             step(f"{shape} {data}")
             cases = [*plain_cases(*shape), *quantized_cases(shape, pairs, packed, data)]
             cases += [Case(f"peak {name}", run) for name, run in limits.peaks().items()]
             samples = measure(cases, **pace(options))
-            found += [{"data": data, **_row(shape, name, samples)} for name in samples]
-    return found
+            measured += [{"data": data, **_row(shape, name, samples)} for name in samples]
+    return measured
 
 
 def _row(shape: tuple[int, int, int], name: str, samples: dict[str, Samples]) -> dict[str, Any]:
@@ -173,7 +171,7 @@ COLUMNS = (
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table a shape and kind of data."""
-    found = []
+    tables = []
     for shape, data in dict.fromkeys(map(_place, result["rows"])):
         sheet = report.Sheet(
             "m x n x k = {} x {} x {}, {}, one core, CPU time".format(*shape, data),
@@ -183,8 +181,8 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         for row in result["rows"]:
             if _place(row) == (shape, data):
                 sheet.rows.append(_cells(row))
-        found.append(sheet)
-    return found
+        tables.append(sheet)
+    return tables
 
 
 def _place(row: dict[str, Any]) -> tuple[tuple[int, ...], str]:
@@ -203,7 +201,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("cpu/matmul", __doc__)
+    parser = report.parser("cpu_matmul", __doc__, out="cpu/matmul.json")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048], help="square ones")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="of thin ones")
     parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of weights")
@@ -213,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "environment": environment.describe(),
         "rows": cores.on_one_core(rows, options),
     }
-    report.publish("cpu/matmul", options, result, sheets(result))
+    report.publish("cpu_matmul", options, result, sheets(result))
 
 
 if __name__ == "__main__":

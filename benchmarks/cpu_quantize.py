@@ -8,23 +8,24 @@ fresh ones; see `benchmarks.timing`.
 """
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import limits, peers, report
-from benchmarks.data import draw
-from benchmarks.timing import Case, Samples, measure, pace, ratio
+from benchmarks import cores, environment, limits, peers, report
+from benchmarks.data import KINDS, draw
+from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.cpu_ffi import CPU_FFI, casts
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import block_format
 from mx_jax.testing.cases import QuantizeCase
 
-HANDLERS, REFERENCE = CPU_FFI, REFERENCE
 OURS, COPY, PLAIN, TWO = "cpu_ffi", "copy", "plain JAX", "two single casts"
 FORMATS = (
     ("mxfp8_e4m3", "rceil"),
@@ -36,6 +37,11 @@ FORMATS = (
 )
 DTYPES = ("float32", "bfloat16")
 OPERATIONS = (("quantize", -1), ("quantize", 0), ("both", -1), ("dequantize", -1))
+# glibc keeps freed memory: a result on fresh pages would measure page faults.
+KEEP_PAGES = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296"
+    ":glibc.malloc.trim_threshold=4294967296:glibc.malloc.top_pad=268435456"
+)
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -138,8 +144,8 @@ def _there(call: Any, x: jax.Array) -> list[Case]:
     def by(backend):
         return lambda x: backend.run(call, x, None, None)
 
-    out = jax.eval_shape(by(HANDLERS), x)
-    cases = [_case(OURS, by(HANDLERS), x), _case(PLAIN, by(REFERENCE), x)]
+    out = jax.eval_shape(by(CPU_FFI), x)
+    cases = [_case(OURS, by(CPU_FFI), x), _case(PLAIN, by(REFERENCE), x)]
     return [*cases, copy_case(_read(x, call), out)]
 
 
@@ -150,21 +156,21 @@ def _read(x: jax.Array, call: QuantizeCall) -> list[jax.Array]:
 
 def _both(call: QuantizeBothCall, x: jax.Array) -> list[Case]:
     def once(x):
-        return HANDLERS.run(call, x, (None, None), None)
+        return CPU_FFI.run(call, x, (None, None), None)
 
-    def twice(backend):
+    def one_by_one(backend):
         return lambda x: [
             backend.run(single, x, None, None) for single in (call.first, call.second)
         ]
 
     assert casts.rejects_both(call) is None
     out = jax.eval_shape(once, x)
-    cases = [_case(OURS, once, x), _case(TWO, twice(HANDLERS), x)]
-    return [*cases, _case(PLAIN, twice(REFERENCE), x), copy_case(_read(x, call.first), out)]
+    cases = [_case(OURS, once, x), _case(TWO, one_by_one(CPU_FFI), x)]
+    return [*cases, _case(PLAIN, one_by_one(REFERENCE), x), copy_case(_read(x, call.first), out)]
 
 
 def _back(call: Any, x: jax.Array) -> list[Case]:
-    q = jax.jit(lambda x: HANDLERS.run(call, x, None, None))(x)
+    q = jax.jit(lambda x: CPU_FFI.run(call, x, None, None))(x)
     back = DequantizeCall(
         shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
     )
@@ -173,8 +179,8 @@ def _back(call: Any, x: jax.Array) -> list[Case]:
         return lambda q: backend.run(back, q)
 
     assert casts.rejects_dequantize(back) is None
-    cases = [_case(OURS, by(HANDLERS), q), _case(PLAIN, by(REFERENCE), q)]
-    return [*cases, copy_case(q, jax.eval_shape(by(HANDLERS), q))]
+    cases = [_case(OURS, by(CPU_FFI), q), _case(PLAIN, by(REFERENCE), q)]
+    return [*cases, copy_case(q, jax.eval_shape(by(CPU_FFI), q))]
 
 
 def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
@@ -213,3 +219,40 @@ def sheets(result: list[dict[str, Any]]) -> list[report.Sheet]:
             ]
         )
     return [sheet]
+
+
+@contextlib.contextmanager
+def kept_pages() -> Iterator[None]:
+    """An environment in which new processes keep freed pages."""
+    name, huge = cores.HUGE_PAGES
+    cores.HUGE_PAGES = (name, KEEP_PAGES)
+    try:
+        yield
+    finally:
+        cores.HUGE_PAGES = (name, huge)
+
+
+def casts_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Rows of casts, in this process, and the instruction set that ran them."""
+    return {"isa": environment.cpu_library("cpu_quantize").isa, "rows": rows(options)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser("cpu_quantize", __doc__, out="cpu/casts.json")
+    parser.add_argument("--shape", type=report.shape, default=(4096, 4096), help="of arrays")
+    parser.add_argument("--data", nargs="*", choices=KINDS, default=KINDS, help="of arrays")
+    add_pace(parser, seconds=2.0, min_rounds=7)
+    parser.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="measure peers too"
+    )
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {"environment": environment.describe(peers.DISTRIBUTIONS)}
+    with kept_pages():
+        result["casts"] = cores.on_one_core(casts_of, options)
+    result["load_average_at_the_end"] = round(os.getloadavg()[0], 2)
+    report.publish("cpu_quantize", options, result, sheets(result["casts"]["rows"]))
+
+
+if __name__ == "__main__":
+    main()

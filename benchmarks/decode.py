@@ -24,7 +24,7 @@ from benchmarks import environment, held, report
 from benchmarks.llama import find_model
 from benchmarks.timing import Samples, add_pace, ratio
 
-COMMAND = "cpu/decode"
+COMMAND = "decode"
 OURS = {
     "float32": ("--weights", "float32"),
     "bfloat16": ("--weights", "bfloat16"),
@@ -43,19 +43,19 @@ class Worker:
     """A process that holds one case.
 
     Attributes:
-      ready: what it said when its model was there.
+      ready: its first answer, once its model is loaded.
     """
 
     def __init__(self, command: Sequence[str], cores: set[int]):
         # It has the cores of the thread that starts it, from its first moment on.
-        own = os.sched_getaffinity(0)
+        allowed = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, allowed)
         self.ready = self._answer()
 
     def ask(self, line: object) -> Any:
@@ -83,12 +83,12 @@ def commands(options: argparse.Namespace, threads: int) -> dict[str, list[str]]:
     model = find_model(options.model)
     ours = [sys.executable, "-m", "benchmarks.decode_worker", str(model)]
     sizes = ["--context", str(options.context), "--stride", str(options.stride)]
-    found = {name: [*ours, *sizes, *OURS[name]] for name in options.cases}
+    commands_by_case = {name: [*ours, *sizes, *OURS[name]] for name in options.cases}
     for path in options.llama_models:
         script = [str(HERE / "decode_llama.py"), str(path)]
         name = f"llama.cpp {path.stem.upper()}"
-        found[name] = [options.llama_python, *script, str(threads), str(options.context)]
-    return found
+        commands_by_case[name] = [options.llama_python, *script, str(threads), str(options.context)]
+    return commands_by_case
 
 
 def measure(options: argparse.Namespace, threads: int, step: Any) -> list[dict[str, Any]]:
@@ -130,8 +130,8 @@ def measure(options: argparse.Namespace, threads: int, step: Any) -> list[dict[s
 
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
-    """A table of speed for each number of threads, and one of what a step consists of."""
-    found = []
+    """A table of speed for each number of threads, and one of the parts of a step."""
+    tables = []
     for threads in THREADS:
         rows = [row for row in result["rows"] if row["threads"] == threads]
         if not rows:
@@ -149,7 +149,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
             cells = [f"{speed[0]:.1f}", f"{speed[1]:.1f}", f"{time['median']:.2f}"]
             cells += [f"{row[other]['median']:.2f}" for other in others]
             sheet.rows.append([row["case"], *cells])
-        found.append(sheet)
+        tables.append(sheet)
     timed = [row for row in result["rows"] if row["parts"]]
     if timed:
         names = sorted({part for row in timed for part in row["parts"]})
@@ -164,14 +164,13 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
             "By XLA's profiler, eight steps: its clock counts what other programs on the machine "
             "do meanwhile. qkv, attention_out, gate_up, down and head are the products by weights."
         ]
-        found.append(parts)
-    return found
+        tables.append(parts)
+    return tables
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.decode"
+    parser = report.parser(COMMAND, __doc__, out="cpu/decode.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
     parser.add_argument("--cases", nargs="*", choices=OURS, default=list(OURS))
     parser.add_argument("--threads", nargs="*", type=int, choices=THREADS, default=list(THREADS))

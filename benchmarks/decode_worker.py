@@ -47,7 +47,7 @@ def time_of_parts(generator: Generator, tokens: int) -> dict[str, float]:
 
 
 _STEPS = 8
-# Parts of a step, by what the model calls them; the first that a program's name contains.
+# Parts of a step by their names in the model; the first that a program's name contains.
 PARTS = (
     *("qkv", "attention_out", "gate_up", "down", "head", "cache", "attention"),
     *("rotary", "gate", "norm", "embedding", "sampling"),
@@ -73,12 +73,12 @@ def operations(program: str) -> dict[str, str]:
     """
     parts: dict[str, str] = {}
     for name, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", program, re.MULTILINE):
-        own = re.search(r'op_name="([^"]*/[^"]*)"', rest)
+        op_name = re.search(r'op_name="([^"]*/[^"]*)"', rest)
         operands = re.findall(r"%([\w.\-]+)", rest)
         among = (parts.get(each, part_of(each)) for each in reversed(operands))
         known = (part for part in among if part != OTHER)
-        part = part_of(own[1]) if own else next(known, part_of(name))
-        parts[name] = "head" if part == "embedding" and not own else part
+        part = part_of(op_name[1]) if op_name else next(known, part_of(name))
+        parts[name] = "head" if part == "embedding" and not op_name else part
     return parts
 
 
@@ -90,10 +90,10 @@ def seconds_by_part(
     Args:
       run: takes that many steps, and waits for the last.
       steps: how many.
-      parts: what `operations` found in the program.
+      parts: of the program, by `operations`.
 
     Returns:
-      By part, the largest first; empty where the profiler tells nothing of operations.
+      By part, the largest first; empty where the profiler records no operations.
     """
     spent: defaultdict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: machine, versions, date."""
+"""The environment of a result: machine, versions, date."""
 
 import datetime
 import importlib.metadata
@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from mx_jax.backends.cpu_ffi import library
 
 LIBRARIES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 
@@ -29,6 +31,14 @@ def describe(peers: Iterable[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in (*LIBRARIES, *peers)},
     }
+
+
+def cpu_library(command: str) -> library.Library:
+    """The library of C++ kernels. Raises SystemExit if it is missing."""
+    loaded = library.load()
+    if isinstance(loaded, str):
+        raise SystemExit(f"{command}: the CPU library is {loaded}")
+    return loaded
 
 
 def version(distribution: str) -> str:

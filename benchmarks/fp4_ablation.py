@@ -52,7 +52,7 @@ SETTINGS = Settings(
 def train(
     output: Output, chosen: Sequence[Variant], seeds: Sequence[int], corpus: Corpus
 ) -> Iterator[str]:
-    """Train what has not ended yet, seed by seed; yields what comes next."""
+    """Train what has not ended yet, seed by seed; yields the label of the next run."""
     for seed in seeds:
         for variant in chosen:
             run = output.run(variant.name, seed)
@@ -125,8 +125,7 @@ def _cells(row: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Options and the settings they make."""
-    parser = report.parser("fp4_ablation", __doc__)
-    parser.set_defaults(out=report.RESULTS / "train_lm_fp4" / "results.json")
+    parser = report.parser("fp4_ablation", __doc__, out="train_lm_fp4/results.json")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all")
     parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text")
@@ -147,24 +146,19 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
         metavar="FOLDER",
         help="for checkpoints; a stopped command goes on where it was",
     )
-    for name in ("steps", "d_model", "heads", "layers", "context", "batch", "eval_tokens"):
+    names = ("steps", "d_model", "heads", "layers", "context", "batch", "eval_tokens")
+    for name in names:
         default = getattr(SETTINGS, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
     options = parser.parse_args(arguments)
-    given = {
-        field.name: getattr(options, field.name, None) for field in dataclasses.fields(Settings)
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: getattr(options, name) for name in names}
     return options, dataclasses.replace(SETTINGS, **changes)
 
 
 def choose(names: Sequence[str], layers: int) -> list[Variant]:
     """The variants by name; the baseline is always among them."""
     every = variants(layers)
-    unknown = set(names) - {variant.name for variant in every}
-    if unknown:
-        known = ", ".join(variant.name for variant in every)
-        raise SystemExit(f"--variants: unknown {', '.join(sorted(unknown))}; known: {known}")
+    report.check_names("--variants", names, [variant.name for variant in every])
     return [v for v in every if not names or v.name in names or v.name == BASELINE]
 
 

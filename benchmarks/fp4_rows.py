@@ -70,7 +70,7 @@ def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def joined(before: dict[str, Any], now: dict[str, Any], order: Sequence[Variant]) -> dict[str, Any]:
-    """The result with rows of an earlier one beside its own, each with what it was trained by.
+    """The result with rows of an earlier one, each with the date and commit of its training.
 
     Args:
       before: the earlier result; rows that were trained anew are dropped from it.

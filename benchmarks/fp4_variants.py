@@ -47,7 +47,7 @@ def mxfp4(
 
 
 def nvfp4_nearest(name: str) -> Recipe:
-    """NVFP4 with 4/6 scales and nearest rounding for every operand: what `nvfp4` is, less error."""
+    """NVFP4 with 4/6 scales and nearest rounding for every operand: `nvfp4` with less error."""
     return recipes.nvfp4().with_(name=name, scale_rule="four_over_six")
 
 

@@ -7,7 +7,7 @@ def missed_by(reached: float | None, goal: float) -> float | None:
 
 
 def verdict(reached: float | None, goal: float, why: str) -> str:
-    """In words: what became of a goal, or why it was not measured."""
+    """A goal in words: met, missed, or why it was not measured."""
     if reached is None:
         return f"not measured here: {why}"
     missing = missed_by(reached, goal)

@@ -67,7 +67,7 @@ _REPEATS = 5
 PARTS: Mapping[str, type] = {"products": Timed, "steps": Step}
 # Rows of activations that products are timed for, beside those of goals.
 ROWS = (1, 16, 64, 256, 4096)
-# What is timed unless the command says.
+# Timed by default.
 PAIRS = (
     Pair(rhs=MXFP4),
     Pair(rhs=MXFP8_E4M3),
@@ -79,7 +79,7 @@ SIZES = (LARGE, (4096, 11008))
 
 
 def wanted(options: argparse.Namespace, device: str) -> list[What]:
-    """What is measured, none of it twice: of each kind this device's goals first, kinds by turns.
+    """Everything to measure, once: of each kind this device's goals first, kinds by turns.
 
     So a run that ends early has something of every kind.
 
@@ -89,11 +89,11 @@ def wanted(options: argparse.Namespace, device: str) -> list[What]:
     """
     goals = [goal.what for goal in GOALS if goal.is_for(device)]
     products = _products(options)
-    found = [*goals, *products]
+    subjects = [*goals, *products]
     if options.pairs or options.rows or options.sizes:
-        found = [*products, *(what for what in goals if not isinstance(what, Timed))]
+        subjects = [*products, *(what for what in goals if not isinstance(what, Timed))]
     parts = [
-        [what for what in dict.fromkeys(found) if isinstance(what, kind)]
+        [what for what in dict.fromkeys(subjects) if isinstance(what, kind)]
         for part, kind in PARTS.items()
         if part in options.parts
     ]
@@ -111,16 +111,16 @@ def _products(options: argparse.Namespace) -> list[Timed]:
 
 
 def measure_all(
-    asked: Sequence[What],
+    subjects: Sequence[What],
     options: argparse.Namespace,
     device: str,
     target: Target,
     deadline: float,
 ) -> Iterator[Measured]:
-    """What was found of each, in this order, of as many as there is time for."""
+    """Measures them in this order, as many as there is time for."""
     makers = ProductMakers(options, target)
-    with report.progress(len(asked)) as step:
-        for what in asked:
+    with report.progress(len(subjects)) as step:
+        for what in subjects:
             step(str(what))
             if time.monotonic() > deadline:
                 continue
@@ -151,7 +151,7 @@ def comparison(
 
 
 class ProductMakers:
-    """What makes the cases of products; keeps weights for the next product of the same ones."""
+    """Makes the cases of products; keeps weights for the next product of the same ones."""
 
     def __init__(self, options: argparse.Namespace, target: Target):
         self._options, self._target = options, target
@@ -170,9 +170,9 @@ class ProductMakers:
 
         def maker(name: str) -> Callable[[], Case]:
             def make() -> Case:
-                for own in (name, BASELINE):
-                    if own not in weights:
-                        weights[own] = known[own].weights(n, k, copies)
+                for key in (name, BASELINE):
+                    if key not in weights:
+                        weights[key] = known[key].weights(n, k, copies)
                 x = draw()
                 if name != BASELINE:
                     _check(name, pair, known[name], x, weights[name][0], weights[BASELINE][0])
@@ -200,18 +200,18 @@ def _check(name: str, pair: Pair, way: Way, x: jax.Array, laid_out: Any, w: jax.
     """
     product = jax.jit(way.product)
     out = product(x, laid_out)
-    found = float(error(pair, out, x, w))
-    if not found <= 1:
-        raise ArithmeticError(f"{name} is wrong: error={found:.3g} of what is allowed")
+    error_share = float(error(pair, out, x, w))
+    if not error_share <= 1:
+        raise ArithmeticError(f"{name} is wrong: error={error_share:.3g} of what is allowed")
     if not all(bool(jnp.all(product(x, laid_out) == out)) for _ in range(_REPEATS)):
         raise ArithmeticError(f"{name} is wrong: the same product has other bits each time")
 
 
 def rows(measured: Sequence[Measured], device: str) -> list[str]:
-    """Lines for `mx_jax/backends/measured.py`: what a kernel computes faster than XLA does."""
+    """Lines for `mx_jax/backends/measured.py`: products that a kernel computes faster than XLA."""
     lines = []
-    for own in measured:
-        what, clocks = own.what, (own.device_microseconds, own.microseconds)
+    for measurement in measured:
+        what, clocks = measurement.what, (measurement.device_microseconds, measurement.microseconds)
         times = next((c for c in clocks if {KERNEL, PLAIN} <= c.keys()), None)
         if not isinstance(what, Timed) or what.pair.lhs is not None or times is None:
             continue
@@ -226,44 +226,48 @@ def rows(measured: Sequence[Measured], device: str) -> list[str]:
     return lines
 
 
-def sheets(measured: Sequence[Measured], found: Sequence[Verdict]) -> list[report.Sheet]:
+def sheets(measured: Sequence[Measured], judged: Sequence[Verdict]) -> list[report.Sheet]:
     """Goals, times and speeds."""
     times = report.Sheet("Microseconds", ("", "way", "wall clock", "GPU's clock"))
     speeds = report.Sheet(
         "Speed over the baseline's",
         ("", "way", "wall clock", "GPU's clock", "bound"),
     )
-    for own in measured:
-        for way, microseconds in own.microseconds.items():
-            device = report.number(own.device_microseconds.get(way), 1)
-            times.rows.append([str(own.what), way, report.number(microseconds, 1), device])
-            if way == own.baseline or way not in own.speed:
+    for measurement in measured:
+        for way, microseconds in measurement.microseconds.items():
+            device = report.number(measurement.device_microseconds.get(way), 1)
+            times.rows.append([str(measurement.what), way, report.number(microseconds, 1), device])
+            if way == measurement.baseline or way not in measurement.speed:
                 continue
-            values = own.speed[way].median, own.device_speed.get(way), own.bound
+            values = (
+                measurement.speed[way].median,
+                measurement.device_speed.get(way),
+                measurement.bound,
+            )
             numbers = (report.number(value, 2) for value in values)
-            speeds.rows.append([str(own.what), way, *numbers])
+            speeds.rows.append([str(measurement.what), way, *numbers])
     times.notes = [
-        f"{own.what}: {way} failed: {report.last_line(why)}"
-        for own in measured
-        for way, why in own.failed.items()
+        f"{measurement.what}: {way} failed: {report.last_line(why)}"
+        for measurement in measured
+        for way, why in measurement.failed.items()
     ]
-    return [sheet(found), times, speeds]
+    return [sheet(judged), times, speeds]
 
 
 def as_json(
-    known: dict[str, Any], measured: Sequence[Measured], found: Sequence[Verdict]
+    known: dict[str, Any], measured: Sequence[Measured], judged: Sequence[Verdict]
 ) -> dict[str, Any]:
     """The result, for programs."""
     return {
         "environment": known,
-        "goals": [own.as_json() for own in found],
-        "rows": [own.as_json() for own in measured],
+        "goals": [entry.as_json() for entry in judged],
+        "rows": [entry.as_json() for entry in measured],
     }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = report.parser("gpu", __doc__)
+    parser = report.parser("gpu", __doc__, out=f"gpu/{report.DEVICE}.json")
     parser.add_argument(
         "--pairs",
         nargs="+",
@@ -320,18 +324,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"benchmarks.gpu: needs a GPU that a kernel runs on: it {reason}")
     device = jax.devices()[0].device_kind
     known = environment.describe(["torch", "triton"]) | {"gpu": device}
-    out = report.RESULTS / "gpu" / f"{device.lower().replace(' ', '-')}.json"
-    options.out = getattr(options, "out", out)
-    asked = wanted(options, device)
+    options.out = report.of_device(options.out, device.lower().replace(" ", "-"))
+    subjects = wanted(options, device)
     measured: list[Measured] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    # Written after each: what hangs or crashes must not cost the answers before.
-    for own in measure_all(asked, options, device, target, deadline):
-        measured.append(own)
-        found = list(verdicts(measured, device, asked))
-        options.out.write_text(json.dumps(as_json(known, measured, found), indent=1) + "\n")
-    found = list(verdicts(measured, device, asked))
-    report.publish("gpu", options, as_json(known, measured, found), sheets(measured, found))
+    # Written after each: a case that hangs or crashes must not cost the answers before.
+    for measurement in measure_all(subjects, options, device, target, deadline):
+        measured.append(measurement)
+        judged = list(verdicts(measured, device, subjects))
+        options.out.write_text(json.dumps(as_json(known, measured, judged), indent=1) + "\n")
+    judged = list(verdicts(measured, device, subjects))
+    report.publish("gpu", options, as_json(known, measured, judged), sheets(measured, judged))
     print(*rows(measured, device), sep="\n")
 
 

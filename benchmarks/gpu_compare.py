@@ -20,29 +20,29 @@ from jax import lax
 from benchmarks.timing import Case, Samples, Spread, measure, ratio
 
 DEVICE, WALL = "device", "wall"
-# What computes without a kernel of the library's own.
+# The name of the way without a kernel of the library.
 PLAIN = "plain path"
 # Copies together take so many bytes: far more than any GPU's L2 cache holds.
-_BEYOND_CACHE = 384 << 20
+_EXCEEDING_CACHE = 384 << 20
 _MAX_COPIES = 48
 # How often the GPU's own clock times a chain.
 _ROUNDS = 5
-# A way's name, and what makes its case; it may raise.
+# A way's name, and the maker of its case, which may raise.
 Maker = tuple[str, Callable[[], Case]]
 
 
-def copies_beyond_cache(bits: float) -> int:
+def copies_exceeding_cache(bits: float) -> int:
     """How many copies of so many bits no GPU's cache holds together, within reason."""
-    return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits)))
+    return min(_MAX_COPIES, max(2, math.ceil(_EXCEEDING_CACHE * 8 / bits)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """What is timed, of many copies.
+    """One function of many copies.
 
     Attributes:
       one: computes it once, of x and a copy.
-      x: what every copy meets.
+      x: the argument that all copies share.
       copies: together larger than the GPU's cache.
     """
 
@@ -77,13 +77,13 @@ def on_device(chain: Callable[..., Any], way: Repeated) -> float | None:
         from jax.experimental.mosaic.gpu import profiler
 
         measured: Any = profiler.measure(chain)
-        found = [measured(way.x, way.copies)[1] for _ in range(_ROUNDS)]
+        milliseconds = [measured(way.x, way.copies)[1] for _ in range(_ROUNDS)]
     except Exception:
         # Not by this version of JAX, no CUPTI here, or another tool holds it.
         return None
-    if any(one is None for one in found):
+    if any(one is None for one in milliseconds):
         return None
-    return 1e3 * statistics.median(found) / len(way.copies)
+    return 1e3 * statistics.median(milliseconds) / len(way.copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a comparison found.
+    """The times of a comparison.
 
     Attributes:
       what: was computed.
@@ -154,7 +154,7 @@ class Measured:
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def best_clock(self, way: str) -> tuple[float, str] | None:
-        """A way's speed over the baseline's, and the clock that says so; None of what has none."""
+        """A way's speed over the baseline's, and the clock that measured it; None without one."""
         if way in self.device_speed:
             return self.device_speed[way], DEVICE
         return (self.speed[way].median, WALL) if way in self.speed else None
@@ -169,12 +169,12 @@ def compare(comparison: Comparison, seconds: float) -> Measured:
     """Time all ways that can be made.
 
     Args:
-      comparison: what is compared.
+      comparison: to measure.
       seconds: budget by the wall clock.
     """
     cases, failed = [], {}
     for name, make in comparison.makers:
-        # What cannot be compiled or started must not cost the times of the others.
+        # A way that cannot be compiled or started must not cost the times of the others.
         try:
             case = make()
             jax.block_until_ready(case.run())
@@ -204,8 +204,8 @@ def _measured(
         speed={name: ratio(samples[base], samples[name], WALL) for name in others},
         device_microseconds=device,
         device_speed={
-            name: device[base] / own
-            for name, own in device.items()
+            name: device[base] / time
+            for name, time in device.items()
             if base in device and name != base
         },
     )

@@ -1,4 +1,4 @@
-"""What is to be reached on a GPU, and how far what was measured is from it.
+"""Goals on a GPU, and how far the measurements are from them.
 
 Goals are speeds over bfloat16's in the same run.
 """
@@ -82,7 +82,7 @@ GOALS: tuple[Goal, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a goal.
+    """A goal and its measurement.
 
     Attributes:
       goal: it is about.
@@ -108,12 +108,12 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
-        own = self.goal
+        goal = self.goal
         return {
-            "goal": own.title,
-            "devices": own.devices,
-            "ratio_to_reach": own.ratio,
-            "limit": own.limit,
+            "goal": goal.title,
+            "devices": goal.devices,
+            "ratio_to_reach": goal.ratio,
+            "limit": goal.limit,
             "ratio": self.ratio,
             "clock": self.clock,
             "is_met": self.is_met,
@@ -127,49 +127,49 @@ class Verdict:
 
 
 def verdicts(
-    measured: Sequence[Measured], device: str, asked: Collection[What] = ()
+    measured: Sequence[Measured], device: str, subjects: Collection[What] = ()
 ) -> Iterator[Verdict]:
     """Of every goal.
 
     Args:
       measured: on the device.
       device: its name.
-      asked: what is to be measured.
+      subjects: of all measurements of this run.
     """
-    by_what = {own.what: own for own in measured}
+    by_what = {measurement.what: measurement for measurement in measured}
     for goal in GOALS:
         if not goal.is_for(device):
             yield Verdict(goal=goal, why=f"for {' and '.join(goal.devices)}, this is {device}")
         elif goal.what not in by_what:
-            why = "not begun, for lack of time" if goal.what in asked else "not asked for"
+            why = "not begun, for lack of time" if goal.what in subjects else "not asked for"
             yield Verdict(goal=goal, why=why)
         else:
             yield _verdict(goal, by_what[goal.what])
 
 
 def _verdict(goal: Goal, measured: Measured) -> Verdict:
-    found = measured.best_clock(goal.way)
-    if found is not None:
-        return Verdict(goal=goal, ratio=found[0], clock=found[1])
+    best = measured.best_clock(goal.way)
+    if best is not None:
+        return Verdict(goal=goal, ratio=best[0], clock=best[1])
     for way in (goal.way, measured.baseline):
         if way in measured.failed:
             return Verdict(goal=goal, why=f"{way} failed: {report.last_line(measured.failed[way])}")
     return Verdict(goal=goal, why=f"{goal.way} was not timed")
 
 
-def sheet(found: Sequence[Verdict]) -> report.Sheet:
+def sheet(judged: Sequence[Verdict]) -> report.Sheet:
     """A line for each goal."""
     columns = ("", "GPU", "goal", "limit", "measured", "clock", "verdict")
     result = report.Sheet("Goals: speed over bfloat16's", columns)
-    for own in found:
+    for verdict in judged:
         result.rows.append(
             [
-                own.goal.title,
-                ", ".join(own.goal.devices) or "any",
-                *(report.number(value, 2) for value in (own.goal.ratio, own.goal.limit)),
-                report.number(own.ratio, 3),
-                own.clock or "-",
-                str(own),
+                verdict.goal.title,
+                ", ".join(verdict.goal.devices) or "any",
+                *(report.number(value, 2) for value in (verdict.goal.ratio, verdict.goal.limit)),
+                report.number(verdict.ratio, 3),
+                verdict.clock or "-",
+                str(verdict),
             ]
         )
     return result

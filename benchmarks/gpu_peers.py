@@ -28,7 +28,7 @@ Product = Callable[[Any, Any], Any]
 
 
 def cases(what: Timed, copies: int, calls: int) -> list[tuple[str, Any]]:
-    """Names, and what makes each case: it may raise, where a library lacks what it needs.
+    """Names, and the maker of each case, which may raise where a library lacks something.
 
     Nothing is imported before it is made: what an import raises is one case's failure.
     """
@@ -96,7 +96,7 @@ def recorded(
 
 
 def _int4(torch: Any, weights: Any) -> tuple[Any, Any]:
-    """Random codes, whose values are about as large as the weights given: only time counts."""
+    """Random codes, with values about as large as the weights: only time counts."""
     n, k = weights.shape
     codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
     packed = torch.ops.aten._convert_weight_to_int4pack(codes, _INNER_K_TILES)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import mx_jax
-from benchmarks.gpu_compare import PLAIN, copies_beyond_cache
+from benchmarks.gpu_compare import PLAIN, copies_exceeding_cache
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu import products as kernels
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights
@@ -46,10 +46,10 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What a timed product multiplies.
+    """The formats of a timed product.
 
     Attributes:
-      lhs: what x is quantized to on the way, as a part of the time; None: x stays in bfloat16.
+      lhs: x is quantized to it as a part of the time; None: x stays in bfloat16.
       rhs: of the weights.
     """
 
@@ -72,7 +72,7 @@ class Timed:
     @property
     def copies(self) -> int:
         """Weights that together no cache holds, also in the format of fewest bits."""
-        return copies_beyond_cache(self.n * self.k * self.pair.rhs.bits_per_element)
+        return copies_exceeding_cache(self.n * self.k * self.pair.rhs.bits_per_element)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -122,7 +122,7 @@ class Way:
     """One way to multiply.
 
     Attributes:
-      lay_out: from bfloat16 weights `[n, k]` to what `product` reads; not a part of the time.
+      lay_out: from bfloat16 weights `[n, k]` to the operand of `product`; not a part of the time.
       product: `x[m, k], weights -> [m, n]` in bfloat16.
     """
 

@@ -74,7 +74,7 @@ class Step:
         return weights, x, g
 
     def in_bfloat16(self) -> StepFunction:
-        """What it is compared with: JAX's own products, which are cuBLAS's on a GPU."""
+        """The baseline: JAX's own products, which are cuBLAS's on a GPU."""
         return self._function(jnp.matmul)
 
     def on_plain_path(self) -> StepFunction:
@@ -92,7 +92,7 @@ class Step:
         return step
 
     def _block(self, weights: Weights, x: jax.Array, multiply: Multiply) -> jax.Array:
-        w = {name: own.astype(jnp.bfloat16) for name, own in weights.items()}
+        w = {name: weight.astype(jnp.bfloat16) for name, weight in weights.items()}
         normed = _normalize(x)
         query, key, value = (multiply(normed, w[name]) for name in ("query", "key", "value"))
         attended = jax.nn.dot_product_attention(
@@ -125,7 +125,7 @@ def compare_steps(step: Step, calls: int) -> Comparison:
     """The step in bfloat16, and in the recipe on the plain path.
 
     Args:
-      step: what is computed.
+      step: to compute.
       calls: steps in a sample.
     """
     functions = {

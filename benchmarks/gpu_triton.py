@@ -68,7 +68,7 @@ def product(x: Any, weights: tuple[Any, Any]) -> Any:
 
 
 def random_weights(weights: Any) -> tuple[Any, Any]:
-    """Random codes and scales, whose values are about as large as the weights given."""
+    """Random codes and scales, with values about as large as the weights."""
     n, k = weights.shape
     codes = torch.randint(0, 256, (n, k // 2), device=weights.device, dtype=torch.uint8)
     # The sixteen values of E2M1 have a standard deviation of 2.9.

@@ -31,11 +31,11 @@ from benchmarks.language_model import (
     Settings,
     Trainer,
     build_model,
-    intervals,
     mean_loss,
     precision,
     standard_library_text,
 )
+from benchmarks.page_tables import loss_increase, over_seeds
 
 # The example's own.
 SETTINGS = Settings(
@@ -58,10 +58,10 @@ SPLIT_GROUP = "One pass alone"
 
 def rows_to_measure(layers: int) -> list[Variant]:
     """Every variant of the ablation but the baseline, and the passes of some."""
-    found = [variant for variant in variants(layers) if variant.name != BASELINE]
-    for variant in [variant for variant in found if variant.name in SPLIT]:
+    chosen = [variant for variant in variants(layers) if variant.name != BASELINE]
+    for variant in [variant for variant in chosen if variant.name in SPLIT]:
         alone = list(bias.passes(variant.precision.recipe).values())[1:]
-        found += [
+        chosen += [
             Variant(
                 name=f"{variant.name}, {which} alone",
                 what=f"{variant.what}, {which} pass alone",
@@ -71,7 +71,7 @@ def rows_to_measure(layers: int) -> list[Variant]:
             )
             for which, recipe in zip(("forward", "backward"), alone, strict=True)
         ]
-    return found
+    return chosen
 
 
 def checkpoints(output: Output, seed: int, steps: Sequence[int], corpus: Corpus) -> dict[int, Path]:
@@ -129,7 +129,7 @@ def measure(
     for variant in chosen:
         by_group.setdefault(variant.group, []).append(variant)
     for group in by_group.values():
-        found = bias.gradient_bias(
+        biases = bias.gradient_bias(
             loss,
             params,
             batches,
@@ -138,13 +138,14 @@ def measure(
             key=jax.random.key(seed),
             scanned=r"blocks/.*",
         )
-        for row in found.whole:
+        for row in biases.whole:
             facts = dataclasses.asdict(row)
             del facts["parameter"]
-            entry = {"name": facts.pop("recipe"), **facts, "loss": found.exact_loss}
+            entry = {"name": facts.pop("recipe"), **facts, "loss": biases.exact_loss}
             if row.recipe in SPLIT:
-                parameters = found.parameters(row.recipe)
-                entry["parameters"] = {own.parameter: round(own.bias, 5) for own in parameters}
+                entry["parameters"] = {
+                    each.parameter: round(each.bias, 5) for each in biases.parameters(row.recipe)
+                }
             yield entry
 
 
@@ -161,7 +162,7 @@ def known(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     stored = json.loads(path.read_text())
-    # What was written before healing was a setting did none.
+    # Results from before healing was a setting have none.
     if {"heal": 0.0, **stored["config"]} != dict(config):
         raise SystemExit(f"--out={path} was made with other settings; choose another")
     return stored["rows"]
@@ -169,24 +170,19 @@ def known(path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def cells(rows: Sequence[dict[str, Any]], variant: Variant, steps: Sequence[int]) -> list[str]:
     """One line of the table: means over seeds, with their intervals."""
-    own = [row for row in rows if row["name"] == variant.name]
-    seeds = {row["seed"] for row in own}
-
-    def over_seeds(step: int, value: Any, pattern: str) -> str:
-        found = [value(row) for row in own if row["step"] == step]
-        fewer = f" (n = {len(found)})" if 0 < len(found) < len(seeds) else ""
-        return intervals.text(found, pattern) + fewer
-
+    measured = [row for row in rows if row["name"] == variant.name]
+    seeds = {row["seed"] for row in measured}
+    over = functools.partial(over_seeds, measured)
     middle = steps[len(steps) // 2]
-    draws = sorted({row["draws"] for row in own})
+    draws = sorted({row["draws"] for row in measured})
     return [
         variant.name,
         variant.what,
         f"{len(seeds)} x {', '.join(map(str, draws))}",
-        *(over_seeds(step, lambda row: 100 * row["bias"], ".1f") for step in steps),
-        over_seeds(middle, lambda row: 100 * row["one_batch"], ".0f"),
-        over_seeds(middle, lambda row: row["slope"], ".3f"),
-        over_seeds(middle, lambda row: 100 * row["loss_increase"] / row["loss"], "+.2f"),
+        *(over(step, lambda row: 100 * row["bias"], ".1f") for step in steps),
+        over(middle, lambda row: 100 * row["one_batch"], ".0f"),
+        over(middle, lambda row: row["slope"], ".3f"),
+        over(middle, loss_increase, "+.2f"),
     ]
 
 
@@ -198,7 +194,7 @@ def sheets(rows: Sequence[dict[str, Any]], chosen: Sequence[Variant]) -> list[re
     columns += [f"bias at {step} (%)" for step in steps]
     columns += [f"one batch at {middle} (%)", f"slope at {middle}", f"loss at {middle} (%)"]
     measured = {row["name"] for row in rows}
-    found = [
+    tables = [
         report.Sheet(
             group,
             columns,
@@ -210,14 +206,14 @@ def sheets(rows: Sequence[dict[str, Any]], chosen: Sequence[Variant]) -> list[re
         )
         for group in dict.fromkeys(v.group for v in chosen if v.name in measured)
     ]
-    found[-1].notes = [
+    tables[-1].notes = [
         "Bias of the mean gradient, |E q - E g| / |E g|, of the whole model at checkpoints of "
         "float32 runs, without what the noise of the batches adds to it; one batch: relative "
         "error of a single batch's gradient; slope: E q . E g / |E g|^2; loss: how far the mean "
         "loss lies above the exact one, before any training with the recipe. Mean over seeds ± "
         "half the width of its 95 % interval (Student's t); each seed has its own run and batches.",
     ]
-    return found
+    return tables
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
@@ -231,7 +227,6 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Options and the settings they make."""
     parser = report.parser("gradient_bias", __doc__)
-    parser.set_defaults(out=report.RESULTS / "gradient_bias.json")
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("--seeds", nargs="+", default=[0, 1, 2])
     add("--checkpoints", nargs="+", default=[100, 300, 800])
@@ -247,35 +242,29 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
         metavar="FOLDER",
         help="for the float32 runs",
     )
-    for name in ("steps", "d_model", "heads", "layers", "context", "batch"):
+    names = ("steps", "d_model", "heads", "layers", "context", "batch")
+    for name in names:
         add(f"--{name.replace('_', '-')}", default=getattr(SETTINGS, name))
     options = parser.parse_args(arguments)
-    given = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(Settings)
-        if hasattr(options, field.name)
-    }
-    settings = dataclasses.replace(SETTINGS, **given)
-    beyond = [step for step in options.checkpoints if not 0 < step <= settings.steps]
-    if beyond:
-        parser.error(f"--checkpoints must lie in 1..{settings.steps}, got {beyond}")
+    changes = {name: getattr(options, name) for name in names}
+    settings = dataclasses.replace(SETTINGS, **changes)
+    outside = [step for step in options.checkpoints if not 0 < step <= settings.steps]
+    if outside:
+        parser.error(f"--checkpoints must lie in 1..{settings.steps}, got {outside}")
     return options, settings
 
 
 def choose(names: Sequence[str], layers: int) -> list[Variant]:
     """The variants by name."""
     every = rows_to_measure(layers)
-    unknown = set(names) - {variant.name for variant in every}
-    if unknown:
-        listed = ", ".join(variant.name for variant in every)
-        raise SystemExit(f"--variants: unknown {', '.join(sorted(unknown))}; known: {listed}")
+    report.check_names("--variants", names, [variant.name for variant in every])
     return [variant for variant in every if not names or variant.name in names]
 
 
 def measure_all(
     options: argparse.Namespace, settings: Settings, corpus: Corpus, result: dict[str, Any]
 ) -> None:
-    """Measure what is missing, the middle checkpoint of all seeds first; save every row."""
+    """Measure the missing rows, the middle checkpoint of all seeds first; save every row."""
     output = Output(
         folder=options.work, settings=settings, fingerprint=corpus.fingerprint, environment={}
     )

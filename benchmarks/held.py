@@ -1,4 +1,4 @@
-"""XLA held to AVX2, so that float32 is what it would be on a processor that has no more.
+"""XLA held to AVX2, so that float32 runs as on a processor that has no more.
 
 Without it, `MX_JAX_CPU_ISA=avx2` on a machine with AVX-512 compares kernels of 256 bits with dots
 of 512. XLA's compiler has a flag. Its library of products, YNNPACK, has none: the set that it

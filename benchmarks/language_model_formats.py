@@ -3,7 +3,7 @@
 Text: the pages of docs/, cut into sequences. Loss is in nats a token; KL is the mean over tokens of
 the divergence of a format's distribution from that of float32 weights and cache. Activations are
 compared with float32's beside the same weights, sequence by sequence. Tensor scales of
-the cache that are fixed were found on other pages. Speed is that of single sequences, in tokens a
+the cache that are fixed come from other pages. Speed is that of single sequences, in tokens a
 second of CPU time, of the fastest dispatch: other programs on the machine slow down all the others.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
 
 from benchmarks import environment, report
+from benchmarks.language_model import intervals
 from benchmarks.llama import (
     DEFAULT,
     Generator,
@@ -77,7 +77,9 @@ def empty_caches(config: LlamaConfig, length: int, scales: Any = None, **options
     """Caches of a model, one a layer; their tensor scales fixed, or one a token and head."""
     shape = (1, length, config.kv_heads, config.head_width)
     each = scales or [None] * config.layers
-    return tuple(KVCache.zeros(*shape, tensor_scales=own, **options) for own in each)
+    return tuple(
+        KVCache.zeros(*shape, tensor_scales=tensor_scales, **options) for tensor_scales in each
+    )
 
 
 def calibrated_scales(caches: Any) -> tuple[tuple[float, ...], ...]:
@@ -140,8 +142,8 @@ def speed(model: Llama, params: Any, dispatches: int = 12) -> float:
     tokens: Any = np.ones((1, 1), np.int32)
     for dispatch in range(dispatches):
         started = time.process_time()
-        found, caches = generator.steps(tokens, caches, dispatch * generator.stride, key)
-        tokens = np.asarray(found[:, -1:])
+        sampled, caches = generator.steps(tokens, caches, dispatch * generator.stride, key)
+        tokens = np.asarray(sampled[:, -1:])
         spent.append(time.process_time() - started)
     return generator.stride / min(spent)
 
@@ -160,11 +162,11 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     def row(
         kind: str, name: str, bits: float, weights: Any, caches: Any, model: Llama = model
     ) -> dict[str, Any]:
-        found = judge(model, weights, sequences, exact, caches)
-        return {"of": kind, "format": name, "bits": bits, **found}
+        judged = judge(model, weights, sequences, exact, caches)
+        return {"of": kind, "format": name, "bits": bits, **judged}
 
-    found = [row("weights and cache", "float32", 32, params, None)]
-    found[0]["speed"] = speed(model, params)
+    measured = [row("weights and cache", "float32", 32, params, None)]
+    measured[0]["speed"] = speed(model, params)
     for name in options.weights:
         step(f"weights {name}")
         by = SearchedScales() if name.endswith(SEARCHED) else None
@@ -177,7 +179,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
             is_leaf=lambda leaf: isinstance(leaf, Quantized),
         )
         one = row("weights", name, round(bits_of(packed), 2), values, None)
-        found.append(one | {"speed": speed(model, packed)})
+        measured.append(one | {"speed": speed(model, packed)})
         if options.activations:
             step(f"weights {name}, activations {options.activations}")
             formats = tuple(formats_of(name.removesuffix(SEARCHED)).values())
@@ -185,8 +187,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
             kind = f"activations {options.activations}"
             two = row(kind, name, one["bits"], packed, None, low)
             over = np.subtract(two["losses"], one["losses"])
-            half = stats.t.ppf(0.975, len(over) - 1) * stats.sem(over)
-            found.append(two | {"over": [float(over.mean()), float(half)]})
+            measured.append(two | {"over": intervals.text(over.tolist(), "+.4f")})
     for name in options.caches:
         step(f"cache {name}")
         plain = name == "bfloat16"
@@ -204,8 +205,8 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
             / sum(2 * one.keys.shape[-1] * one.length * config.kv_heads for one in caches)
         )
         kind = f"{form.name}, tensor scales fixed" if form and scales else form and form.name
-        found.append(row("cache", kind or name, round(bits, 2), params, caches))
-    return found
+        measured.append(row("cache", kind or name, round(bits, 2), params, caches))
+    return measured
 
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
@@ -218,7 +219,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         numbers = [f"{row['loss']:.4f}", f"{row['loss'] / base - 1:+.2%}", f"{row['kl']:.5f}"]
         cells = [row["format"], row["of"], f"{row['bits']:g}", *numbers, f"{row['same']:.1%}"]
         cells.append(f"{row['speed']:.0f}" if "speed" in row else "")
-        cells.append("{:+.4f} ± {:.4f}".format(*row["over"]) if "over" in row else "")
+        cells.append(row.get("over", ""))
         sheet.rows.append(cells)
     sheet.notes = [
         f"{result['sequences']} sequences of {result['length']} tokens of docs/. The other side of "
@@ -242,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     described = environment.describe()
     count = 1 + len(options.weights) * (1 + bool(options.activations)) + len(options.caches)
     with report.progress(count) as step:
-        found = rows(options, step)
+        measured = rows(options, step)
     sizes = {"sequences": options.sequences, "length": options.length}
-    result = {"environment": described, **sizes, "rows": found}
+    result = {"environment": described, **sizes, "rows": measured}
     report.publish(COMMAND, options, result, sheets(result))
 
 

@@ -31,7 +31,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint.files import Entry, write
 from mx_jax.packed import PackedMXArray
 
-COMMAND = "cpu/loading"
+COMMAND = "loading"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 READ, LOADED = "read", "load and quantize"
 _BUFFER = 8 << 20
@@ -63,7 +63,7 @@ def load_packed(path: Path, pack: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def cases(path: Path, format: str) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """The timed functions by name."""
     buffer = np.empty(_BUFFER, np.uint8)
     rule = _RULES.get(format)
     pack = jax.jit(lambda w: mx_jax.pack_weights(mx_jax.quantize(w, format, scale_rule=rule)))
@@ -81,18 +81,18 @@ def rounds(
     named: dict[str, Callable[[], Any]], path: Path, count: int, *, cold: bool
 ) -> dict[str, Samples]:
     """Each case once a round, in an order drawn anew."""
-    found = {name: Samples() for name in named}
+    samples = {name: Samples() for name in named}
     for _ in range(count):
         for name in random.sample(sorted(named), len(named)):
             if cold:
                 drop(path)
             cpu, wall = time.process_time(), time.perf_counter()
             result = named[name]()
-            found[name].wall.append(time.perf_counter() - wall)
-            found[name].cpu.append(time.process_time() - cpu)
-            found[name].faults.append(0)
+            samples[name].wall.append(time.perf_counter() - wall)
+            samples[name].cpu.append(time.process_time() - cpu)
+            samples[name].faults.append(0)
             del result
-    return found
+    return samples
 
 
 def drop(path: Path) -> None:
@@ -137,20 +137,20 @@ def _row(
     }
 
 
-def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
+def sheets(rows: Sequence[dict[str, Any]]) -> list[report.Sheet]:
     """One table a dtype and cache."""
     made = []
-    for dtype, cache in dict.fromkeys((row["dtype"], row["cache"]) for row in found):
-        own = [row for row in found if (row["dtype"], row["cache"]) == (dtype, cache)]
+    for dtype, cache in dict.fromkeys((row["dtype"], row["cache"]) for row in rows):
+        cases = [row for row in rows if (row["dtype"], row["cache"]) == (dtype, cache)]
         sheet = report.Sheet(
-            f"{dtype}, {cache}, {own[0]['bytes'] / 1e6:.0f} MB",
+            f"{dtype}, {cache}, {cases[0]['bytes'] / 1e6:.0f} MB",
             [
                 *("", "wall, ms", "CPU, ms", "GB/s", "pace / read", "quartiles"),
                 *("by CPU time", "pace / safetensors"),
             ],
             notes=["Pace: the other's time over this one's, by the clock, median over rounds."],
         )
-        for row in own:
+        for row in cases:
             pace = row["pace"]
             sheet.rows.append(
                 [
@@ -170,8 +170,7 @@ def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.loading"
+    parser = report.parser(COMMAND, __doc__, out="cpu/loading.json")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--format", default="mxfp4", help="of the packed weights")
     parser.add_argument("--size", type=int, default=4096, help="of the square matrices")
@@ -179,8 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args(arguments)
     facts = environment.describe()
-    found = list(rows(options))
-    report.publish(COMMAND, options, {"environment": facts, "rows": found}, sheets(found))
+    measured = list(rows(options))
+    report.publish(COMMAND, options, {"environment": facts, "rows": measured}, sheets(measured))
 
 
 if __name__ == "__main__":

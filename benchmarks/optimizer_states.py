@@ -97,7 +97,7 @@ def dynamic_decode(x: Dynamic, shape: tuple[int, ...], signed: bool) -> jax.Arra
 
 
 def dynamic(optimizer: Any) -> Any:
-    """An optimizer of optax's whose Adam moments are given back from dynamic 8 bits."""
+    """An optimizer of optax's whose Adam moments are stored in dynamic 8 bits."""
 
     def stored(state: Any) -> Any:
         def encode(leaf: jax.Array, signed: bool) -> Any:
@@ -144,10 +144,10 @@ def losses(folder: Path, settings: Settings, seeds: Sequence[int], corpus: Corpu
     rows: dict[str, dict[str, Any]] = {way: {"states": way, "runs": []} for way in WAYS}
     for seed in seeds:
         for way, row in rows.items():
-            own = dataclasses.replace(settings, states=way)
+            with_states = dataclasses.replace(settings, states=way)
             output = Output(
                 folder=folder / way.replace(" ", "_"),
-                settings=own,
+                settings=with_states,
                 fingerprint=corpus.fingerprint,
                 environment={},
             )
@@ -155,9 +155,9 @@ def losses(folder: Path, settings: Settings, seeds: Sequence[int], corpus: Corpu
             run = output.run("float32", seed)
             if not run.ended:
                 with output.checkpoints(run) as checkpoints:
-                    trainer = Trainer(run, own, corpus, checkpoints)
+                    trainer = Trainer(run, with_states, corpus, checkpoints)
                     run = output.runs[run.name] = trainer.run
-                    trainer.train(checkpoint_every=own.steps, stop=lambda: False)
+                    trainer.train(checkpoint_every=with_states.steps, stop=lambda: False)
                     output.save()
             late = statistics.mean(run.train_loss[-LATE:])
             row["runs"].append({"seed": seed, "loss": run.final_loss, "late_train_loss": late})
@@ -176,9 +176,9 @@ def times(of: str, seconds: float) -> list[dict[str, Any]]:
             updates, state = optimizer.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
-        own = jax.tree.map(jnp.copy, params)
-        state = jax.jit(optimizer.init)(own)
-        running[way] = [jax.jit(step, donate_argnums=(0, 1)), own, state, []]
+        copies = jax.tree.map(jnp.copy, params)
+        state = jax.jit(optimizer.init)(copies)
+        running[way] = [jax.jit(step, donate_argnums=(0, 1)), copies, state, []]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(running["mxfp8"][3]) < 5:
         for entry in running.values():
@@ -206,9 +206,9 @@ def times(of: str, seconds: float) -> list[dict[str, Any]]:
 
 def gaps(rows: Sequence[dict[str, Any]], what: str, way: str) -> list[float]:
     """Percent above float32, by seed."""
-    found = {row["states"]: [run[what] for run in row["runs"]] for row in rows}
-    pairs = zip(found[way], found["float32"], strict=True)
-    return [100 * (own / exact - 1) for own, exact in pairs]
+    by_states = {row["states"]: [run[what] for run in row["runs"]] for row in rows}
+    pairs = zip(by_states[way], by_states["float32"], strict=True)
+    return [100 * (lossy / exact - 1) for lossy, exact in pairs]
 
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
@@ -265,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run")
     parser.add_argument("--times", type=float, metavar="SECONDS", help="measure updates instead")
     options = parser.parse_args(arguments)
-    path: Path = getattr(options, "out", report.RESULTS / "optimizer_states.json")
-    result = json.loads(path.read_text()) if path.exists() else {}
+    result = json.loads(options.out.read_text()) if options.out.exists() else {}
     result["environment"] = environment.describe(("optax",))
     if options.times:
         # Of other numbers of threads, as taskset sets them, rows stay.

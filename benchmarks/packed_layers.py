@@ -21,11 +21,10 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.nn import linen, nnx
 from mx_jax.packed import PackedMXArray
 
-COMMAND = "cpu/packed_layers"
+COMMAND = "packed_layers"
 FLOAT32 = {"linen": "float32 flax.linen.Dense", "nnx": "float32 flax.nnx.Linear"}
 
 
@@ -79,10 +78,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
       options: `formats` of weights, `both`, names of recipes, `rows` of the input, `size` of the
         kernel, `seconds` of a comparison, `min_rounds`.
     """
-    loaded = library.load()
-    if isinstance(loaded, str):
-        raise SystemExit(f"packed_layers: the CPU library is {loaded}")
-    found = []
+    environment.cpu_library("packed_layers")
+    measured = []
     named = {format: recipes.weight_only(format) for format in options.formats}
     named |= {f"{name}, both operands": recipes.from_name(name) for name in options.both}
     groups = [(name, count) for name in named for count in options.rows]
@@ -91,8 +88,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             step(f"{name}, {count} rows")
             samples = measure(cases(named[name], count, options.size), **pace(options))
             shape = (count, options.size, options.size)
-            found += [_row(name, shape, case, samples) for case in samples]
-    return found
+            measured += [_row(name, shape, case, samples) for case in samples]
+    return measured
 
 
 def _row(
@@ -111,7 +108,7 @@ def _row(
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table a format and shape."""
-    found = []
+    tables = []
     for key in dict.fromkeys((row["format"], tuple(row["shape"])) for row in result["rows"]):
         format, shape = key
         sheet = report.Sheet(
@@ -125,8 +122,8 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         for row in result["rows"]:
             if (row["format"], tuple(row["shape"])) == key:
                 sheet.rows.append(_cells(row))
-        found.append(sheet)
-    return found
+        tables.append(sheet)
+    return tables
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -142,8 +139,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.packed_layers"
+    parser = report.parser(COMMAND, __doc__, out="cpu/packed_layers.json")
     parser.add_argument(
         "--formats", nargs="*", default=["mxfp4", "mxfp8_e4m3", "nvfp4"], help="weight_only recipes"
     )

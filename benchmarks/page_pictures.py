@@ -19,29 +19,29 @@ FOLDER = Path(__file__).parents[1] / "docs" / "images" / "results"
 
 def training(axes: Any) -> None:
     """Gaps of recipes to float32, the smallest first."""
-    found = sorted(gaps_over_float32().items(), key=lambda pair: statistics.mean(pair[1]))
-    gaps(axes, found)
+    ordered = sorted(gaps_over_float32().items(), key=lambda pair: statistics.mean(pair[1]))
+    gaps(axes, ordered)
 
 
 def four_bits(axes: Any) -> None:
     """Gaps of the ablation's rows that have several seeds."""
-    found = ablation_gaps(result("train_lm_fp4/results")["rows"])
-    gaps(axes, [pair for pair in found if len(pair[1]) > 1])
+    named = ablation_gaps(result("train_lm_fp4/results")["rows"])
+    gaps(axes, [pair for pair in named if len(pair[1]) > 1])
 
 
 def ablation_gaps(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[float]]]:
-    """What `gaps` draws of results of `benchmarks.fp4_ablation`."""
-    own = [(row["name"], row["gaps_percent"]) for row in rows if row["gaps_percent"]]
-    return [(name, values) for name, values in own if name != "float32"]
+    """Rows of `gaps` from results of `benchmarks.fp4_ablation`."""
+    named = [(row["name"], row["gaps_percent"]) for row in rows if row["gaps_percent"]]
+    return [(name, values) for name, values in named if name != "float32"]
 
 
-def gaps(axes: Any, found: Sequence[tuple[str, list[float]]]) -> None:
+def gaps(axes: Any, named: Sequence[tuple[str, list[float]]]) -> None:
     """Bars of losses over float32's with intervals over seeds, each seed a point.
 
     What is far above the others is named instead.
     """
-    rows = [(name, own, _half(own)) for name, own in found]
-    far = {name: mean for name, own, _ in rows if (mean := statistics.mean(own)) > _FAR}
+    rows = [(name, values, _half(values)) for name, values in named]
+    far = {name: mean for name, values, _ in rows if (mean := statistics.mean(values)) > _FAR}
     bars(axes, [row for row in rows if row[0] not in far])
     if far:
         cut = ", ".join(f"{name} {mean:+.0f} %" for name, mean in far.items())
@@ -54,26 +54,28 @@ def gaps(axes: Any, found: Sequence[tuple[str, list[float]]]) -> None:
 _FAR = 20
 
 
-def save_gaps(beside: Path, found: Sequence[tuple[str, list[float]]]) -> None:
+def save_gaps(beside: Path, named: Sequence[tuple[str, list[float]]]) -> None:
     """`gaps` as a drawing beside a file of results."""
-    described = digest(Path(__file__), numbers=found)
-    save(beside.stem, lambda axes: gaps(axes, found), beside.parent, description=described)
+    described = digest(Path(__file__), numbers=named)
+    save(beside.stem, lambda axes: gaps(axes, named), beside.parent, description=described)
 
 
 def _half(values: list[float]) -> float | None:
-    found = intervals.interval(values)
-    return None if found is None else found.half_width
+    interval = intervals.interval(values)
+    return None if interval is None else interval.half_width
 
 
 def products(axes: Any) -> None:
     """Speedup over float32, a bar a product; the whisker goes from one run to the other."""
     runs = [result(name)["rows"] for name in ("cpu/matmul", "cpu/matmul_second")]
-    found = [{(tuple(row["shape"]), row["case"]): row for row in rows} for rows in runs]
+    by_case = [{(tuple(row["shape"]), row["case"]): row for row in rows} for rows in runs]
     rows = []
     for shape, case in PRODUCTS:
-        own = [by[shape, f"cpu_ffi {case}"]["over_float32"]["median"] for by in found]
+        speedups = [by[shape, f"cpu_ffi {case}"]["over_float32"]["median"] for by in by_case]
         m, n, _ = shape
-        rows.append((f"{'square' if m == n else f'{m} row' + 's' * (m > 1)}: {case}", own, None))
+        rows.append(
+            (f"{'square' if m == n else f'{m} row' + 's' * (m > 1)}: {case}", speedups, None)
+        )
     bars(axes, rows)
     axes.axvline(1, color=GRAY, linewidth=0.8, linestyle="--")
     axes.set_xlabel("times as fast as float32 jnp.dot (one core, Zen 4)")
@@ -83,9 +85,9 @@ def kernels(axes: Any) -> None:
     """Error against bits: MiniLM's kernels, from the smallest SQNR of one to the largest."""
     rows = result("sqnr")["kernels"]
     for row in rows:
-        bits, own = row["bits_per_element"], row["sqnr"]
-        mean = statistics.mean(own)
-        reach = [[mean - min(own)], [max(own) - mean]]
+        bits, ratios = row["bits_per_element"], row["sqnr"]
+        mean = statistics.mean(ratios)
+        reach = [[mean - min(ratios)], [max(ratios) - mean]]
         axes.errorbar(
             bits, mean, yerr=reach, marker="o", markersize=4, color=BLUE, linestyle="", capsize=3
         )
@@ -104,7 +106,7 @@ def kernels(axes: Any) -> None:
 
 def casts(axes: Any) -> None:
     """Speedup of casts over each alternative: a panel an alternative."""
-    found = {
+    by_cast = {
         (row["format"], row["dtype"]): row["times_faster_than"]
         for row in result("cpu/casts")["casts"]["rows"]
         if (row["operation"], row["axis"]) == ("quantize", -1) and row["format"] in _CASTS
@@ -114,8 +116,8 @@ def casts(axes: Any) -> None:
     places = panels(axes, 1, len(peers), height=2.2)
     for place, peer in zip(places, peers, strict=True):
         for row, name in enumerate(names):
-            if peer in found[name]:
-                times = found[name][peer]["median"]
+            if peer in by_cast[name]:
+                times = by_cast[name][peer]["median"]
                 place.barh(row, times, color=BLUE, alpha=0.4)
                 place.text(times, row, f" {times:.0f}", va="center", fontsize=7)
             else:
@@ -132,7 +134,7 @@ def casts(axes: Any) -> None:
 
 _CASTS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 
-# The page of each, and what draws it.
+# The page and the drawing function of each.
 PICTURES = {
     "training": ("accuracy", training),
     "four_bits": ("accuracy", four_bits),
@@ -147,9 +149,9 @@ _RESULTS = (
 
 
 def description() -> str:
-    """By which a test knows whether drawings are those of the results."""
-    found = [result(name) for name in _RESULTS]
-    return digest(Path(__file__), numbers=found)
+    """The digest by which a test compares drawings with the results."""
+    results = [result(name) for name in _RESULTS]
+    return digest(Path(__file__), numbers=results)
 
 
 def draw() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.environment import usable_cores
 from benchmarks.timing import Case
 
-# What a peer's function is made from: format, scale rule and the high-precision array.
+# Makes a peer's function from a format, a scale rule and the high-precision array.
 Maker = Callable[[str, str, jax.Array], Case | None]
 
 DISTRIBUTIONS = ("qwix", "torchao", "torchmx", "torch")
@@ -35,7 +35,7 @@ class Peer:
     """A library to compare with.
 
     Attributes:
-      name: what tables call it.
+      name: in tables.
       quantize: makes the case that quantizes an array along its last axis; None where it does not
         know the format and rule.
       dequantize: makes the case that goes back to the array's dtype.
@@ -131,7 +131,7 @@ def _qwix_dequantize(format: str, rule: str, x: jax.Array) -> Case | None:
 
 def _torch() -> Any:
     torch = _import("torch")
-    # What fails to compile is reported as a result; its traceback of IR is not wanted.
+    # A failure to compile is reported as a result, without its traceback of IR.
     logging.disable(logging.CRITICAL)
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(usable_cores())

@@ -37,7 +37,7 @@ OURS, PLUS, COPY = "mx_jax", "x + 1", "copy"
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the cases of one comparison have in common."""
+    """The operation, format and array that the cases of one comparison share."""
 
     operation: str
     format: str
@@ -63,15 +63,15 @@ def cases(what: Comparison, with_peers: bool) -> tuple[list[Case], dict[str, str
     """The cases of a comparison, and why a peer that knows the format is not among them."""
     x = jax.random.normal(jax.random.key(0), what.shape).astype(what.dtype)
     plus, copy = jax.jit(lambda x: x + 1), jax.jit(jnp.copy)
-    found = [Case(PLUS, lambda: plus(x)), Case(COPY, lambda: copy(x)), _ours(what, x)]
+    timed = [Case(PLUS, lambda: plus(x)), Case(COPY, lambda: copy(x)), _ours(what, x)]
     missing = {}
     for peer in peers.PEERS if with_peers else ():
         case = peers.make(peer, what.operation, what.format, what.rule, x)
         if isinstance(case, Case):
-            found.append(case)
+            timed.append(case)
         elif case is not None:
             missing[peer.name] = case
-    return found, missing
+    return timed, missing
 
 
 def _ours(what: Comparison, x: jax.Array) -> Case:
@@ -92,8 +92,8 @@ def measure_all(options: argparse.Namespace, which_cores: str) -> list[dict[str,
     with report.progress(len(todo)) as step:
         for what in todo:
             step(f"{which_cores} core(s): {what}")
-            found, missing = cases(what, options.peers)
-            samples = measure(found, **pace(options))
+            timed, missing = cases(what, options.peers)
+            samples = measure(timed, **pace(options))
             rows.append(_row(what, which_cores, samples, missing))
     return rows
 

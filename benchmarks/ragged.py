@@ -20,9 +20,8 @@ import mx_jax
 from benchmarks import cores, environment, report
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import library
 
-COMMAND = "cpu/ragged"
+COMMAND = "ragged"
 FLOAT32 = "jax.lax.ragged_dot, float32"
 REFERENCE = "mx_jax, reference"
 
@@ -50,17 +49,17 @@ def cases(format: str, work: str, tokens: int, experts: int, size: int) -> list[
         recipe = format.removesuffix("_e4m3")
         ours, theirs, operands = _step(dot), _step(plain), (x, weights, sizes, g)
     rows = jnp.asarray(rng.standard_normal((-(-tokens // experts), size)), jnp.float32)
-    found = [
+    timed = [
         Case(FLOAT32, _jitted(theirs, (x, weights, *operands[2:]))),
         Case("mx_jax, by tiles", _jitted(ours, operands)),
         Case(REFERENCE, _jitted(ours, operands, backend="reference")),
     ]
     if work == "forward":
         packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
-        found.insert(2, Case("mx_jax, packed, by tiles", _jitted(ours, (x, packed, sizes))))
+        timed.insert(2, Case("mx_jax, packed, by tiles", _jitted(ours, (x, packed, sizes))))
         bound = jax.jit(lambda rows, weights: [rows @ matrix for matrix in weights])
-        found.append(Case("bound: jnp.dot, each expert once", lambda: bound(rows, weights)))
-    return found
+        timed.append(Case("bound: jnp.dot, each expert once", lambda: bound(rows, weights)))
+    return timed
 
 
 def _step(dot: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -88,10 +87,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
       options: `formats`, `tokens`, `experts`, `size` of an expert's square matrix, `seconds` of a
         comparison, `min_rounds`.
     """
-    loaded = library.load()
-    if isinstance(loaded, str):
-        raise SystemExit(f"ragged: the CPU library is {loaded}")
-    found = []
+    environment.cpu_library("ragged")
+    measured = []
     groups = [
         (format, work, count)
         for format in options.formats
@@ -105,8 +102,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                 cases(format, work, count, options.experts, options.size), **pace(options)
             )
             shape = (count, options.experts, options.size)
-            found += [_row(format, work, shape, name, samples) for name in samples]
-    return found
+            measured += [_row(format, work, shape, name, samples) for name in samples]
+    return measured
 
 
 def _row(
@@ -122,7 +119,7 @@ def _row(
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table a format, work and shape."""
-    found: dict[Any, report.Sheet] = {}
+    tables: dict[Any, report.Sheet] = {}
     for row in result["rows"]:
         key = row["format"], row["work"], tuple(row["shape"])
         tokens, experts, size = row["shape"]
@@ -132,7 +129,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         )
         columns = ["case", "CPU time (ms)", "quartiles (ms)", "time / float32", "time / reference"]
         note = "Ratios are medians over the same rounds; forward is weight-only, of stored experts."
-        sheet = found.setdefault(key, report.Sheet(title, columns, notes=[note]))
+        sheet = tables.setdefault(key, report.Sheet(title, columns, notes=[note]))
         time = row["timings"]["cpu_ms"]
         sheet.rows.append(
             [
@@ -143,13 +140,12 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
                 f"{row['of_reference']['median']:.3f}",
             ]
         )
-    return list(found.values())
+    return list(tables.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.prog = "python -m benchmarks.ragged"
+    parser = report.parser(COMMAND, __doc__, out="cpu/ragged.json")
     parser.add_argument("--formats", nargs="*", default=["mxfp4", "mxfp8_e4m3", "nvfp4"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[64, 512], help="rows")
     parser.add_argument("--experts", type=int, default=8, help="groups")

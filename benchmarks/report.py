@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+# Stands in a file's name for the device's.
+DEVICE = "DEVICE"
 
 
 @dataclasses.dataclass
@@ -21,7 +23,7 @@ class Sheet:
     """A table, whatever it will be written as.
 
     Attributes:
-      title: what it shows.
+      title: its head.
       columns: names.
       rows: cells as text.
       notes: sentences below it.
@@ -49,27 +51,49 @@ class Sheet:
         return table
 
 
-def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every command takes.
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends defaults, but where the help names one or the default is nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if not action.default or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def parser(
+    command: str, description: str | None, out: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser with the options of every command.
 
     Args:
       command: the module's name in this package.
       description: the module's docstring; its first paragraph is shown.
+      out: the file in RESULTS, if not `command`'s name with .json.
     """
     result = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{command}",
         description=(description or "").partition("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     result.add_argument(
         "--out",
         type=Path,
-        default=argparse.SUPPRESS,
+        default=RESULTS / (out or f"{command}.json"),
         metavar="FILE.json",
-        help="where to write; the Markdown table lies beside it "
-        f"(default: benchmarks/results/{command}.json)",
+        help="where to write; the Markdown table lies beside it",
     )
     return result
+
+
+def of_device(out: Path, device: str) -> Path:
+    """A file of results with a device's name in the place of `DEVICE`."""
+    return Path(str(out).replace(DEVICE, device))
+
+
+def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raises SystemExit if an option has a name that is not known."""
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"{option}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -85,7 +109,7 @@ def shape(text: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Any]:
-    """A bar on stderr; yields a function that says what comes next."""
+    """A bar on stderr; yields a function that names the next step."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
@@ -101,7 +125,7 @@ def progress(total: int) -> Iterator[Any]:
 
 
 def last_line(trace: str) -> str:
-    """What a table says of a traceback."""
+    """The last line of a traceback, for a table."""
     return trace.strip().splitlines()[-1]
 
 
@@ -120,9 +144,10 @@ def show(sheets: Sequence[Sheet]) -> None:
 
 
 def publish(command: str, options: argparse.Namespace, result: Any, sheets: Sequence[Sheet]):
-    """Print the sheets, write the result as JSON and the sheets as Markdown beside it."""
+    """Print the sheets that have rows, write the result as JSON and them as Markdown beside it."""
+    sheets = [sheet for sheet in sheets if sheet.rows]
     show(sheets)
-    out = getattr(options, "out", RESULTS / f"{command}.json")
+    out = options.out
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     head = f"# benchmarks.{command}\n\n{_environment(result['environment'])}\n\n"

@@ -30,7 +30,7 @@ VOCABULARY = 128
 
 
 def choices(recipe: Recipe) -> dict[str, Recipe]:
-    """The three choices by what they say."""
+    """The three choices by their names in the table."""
     return {
         "operands as they came, requantized": recipe,
         "codes, requantized along the other axis": dataclasses.replace(
@@ -45,18 +45,18 @@ def choices(recipe: Recipe) -> dict[str, Recipe]:
 def kept_bytes(function: Callable[[Any], Any], params: Any) -> int:
     """Bytes of what `jax.vjp` of a function keeps, without the parameters themselves."""
     _, pullback = jax.vjp(function, params)
-    own = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+    parameters = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
     kept = {}
     for leaf in jax.tree.leaves(pullback):
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = jax.random.key_data(leaf) if is_key else leaf
         # One buffer may be there under several names.
         kept[array.unsafe_buffer_pointer()] = array.nbytes
-    return sum(size for pointer, size in kept.items() if pointer not in own)
+    return sum(size for pointer, size in kept.items() if pointer not in parameters)
 
 
 def model_bytes(recipe: Recipe, dtype: Any, settings: Settings) -> int:
-    """What a step of the language model keeps: activations, norms, attention and all."""
+    """Bytes that a step of the language model keeps: activations, norms, attention and all."""
     model = build_model(Precision(recipe=recipe, dtype=dtype), settings, VOCABULARY)
     params = initial_state(0, settings=settings, vocabulary=VOCABULARY).params
     tokens = jnp.zeros((settings.batch, settings.context + 1), jnp.int32)
@@ -65,7 +65,7 @@ def model_bytes(recipe: Recipe, dtype: Any, settings: Settings) -> int:
 
 
 def linear_bytes(recipe: Recipe, dtype: Any, settings: Settings) -> int:
-    """What the linear layers of its blocks alone keep: x, and W where it is no parameter."""
+    """Bytes that the linear layers of its blocks keep: x, and W where it is no parameter."""
     width, rows = settings.d_model, settings.batch * settings.context
     total = 0
     for k, n in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
@@ -84,10 +84,10 @@ def linear_bytes(recipe: Recipe, dtype: Any, settings: Settings) -> int:
 
 def measure(recipe: Recipe, what: str, settings: Settings, mkn: tuple[int, int, int]) -> dict:
     """One row."""
-    given = operands(mkn)
-    exact = three_products(recipes.high_precision(), *given)
-    found = three_products(recipe, *given)
-    sqnr = [sqnr_db(left, right) for left, right in zip(exact, found, strict=True)]
+    arrays = operands(mkn)
+    exact = three_products(recipes.high_precision(), *arrays)
+    approximate = three_products(recipe, *arrays)
+    sqnr = [sqnr_db(left, right) for left, right in zip(exact, approximate, strict=True)]
     names = [np.dtype(dtype).name for dtype in DTYPES]
     return {
         "recipe": recipe.name,
@@ -140,8 +140,7 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("residuals", __doc__)
-    parser.set_defaults(out=report.RESULTS / "residuals" / "results.json")
+    parser = report.parser("residuals", __doc__, out="residuals/results.json")
     parser.add_argument("--recipes", nargs="+", default=["mxfp8", "mxfp4"], metavar="NAME")
     parser.add_argument("--size", type=size, default=(512, 512, 512), metavar="MxKxN")
     parser.add_argument("--d-model", type=int, default=128, metavar="N")

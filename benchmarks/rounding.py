@@ -22,6 +22,7 @@ from jax import lax
 
 import mx_jax
 from benchmarks import environment, report
+from benchmarks.language_model import intervals
 from examples.recipes.quartet_ii import MS_EDEN
 from mx_jax import recipes
 from mx_jax.ops.arguments import draw_bits
@@ -33,9 +34,6 @@ from mx_jax.reference.scale_rules import (
     FOUR_OVER_SIX,
     ScaleRule,
 )
-
-# 97.5 % points of Student's t by degrees of freedom.
-_T = {7: 2.365, 15: 2.131, 31: 2.040}
 
 RECIPES = (
     "nvfp4",
@@ -63,10 +61,10 @@ class Way:
     """One way to cast to NVFP4.
 
     Attributes:
-      name: what the table calls it.
+      name: in the table.
       rule: of the scales.
       rounding: of the elements.
-      rotated: whether the values are turned first, and back afterwards.
+      rotated: whether the values are rotated first, and back afterwards.
     """
 
     name: str
@@ -90,10 +88,10 @@ def cast(x: jax.Array, way: Way, key: jax.Array) -> jax.Array:
     """x as a way casts it."""
     signs_key, key = jax.random.split(key)
     signs = draw_bits(signs_key, (128,), 32)
-    turned = hadamard.apply(x, signs) if way.rotated else x
+    rotated = hadamard.apply(x, signs) if way.rotated else x
     draws = way.rounding != "nearest" or way.rule.rounding.random_bits
     cast = mx_jax.quantize(
-        turned,
+        rotated,
         "nvfp4",
         scale_rule=way.rule,
         rounding=way.rounding,
@@ -118,9 +116,9 @@ def compared(first: jax.Array, second: jax.Array, exact: jax.Array) -> dict[str,
 
 def interval(values: jax.Array) -> dict[str, float]:
     """Mean, and half the width of its 95 % interval."""
-    numbers = np.asarray(values, np.float64)
-    half = _T[numbers.size - 1] * numbers.std(ddof=1) / numbers.size**0.5
-    return {"mean": float(numbers.mean()), "half": float(half)}
+    estimate = intervals.interval(np.asarray(values, np.float64).tolist())
+    assert estimate is not None and estimate.half_width is not None
+    return {"mean": estimate.mean, "half": estimate.half_width}
 
 
 def cast_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -137,9 +135,9 @@ def cast_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list[
                 keys = jax.random.split(jax.random.fold_in(key, 2))
                 return compared(*lax.map(lambda each: cast(x, way, each), keys), x)
 
-            found = lax.map(one, jax.random.split(jax.random.key(0), options.draws))
+            draws = lax.map(one, jax.random.split(jax.random.key(0), options.draws))
             row = {"way": way.name, "rotated": way.rotated, "data": name}
-            rows.append(row | {what: interval(values) for what, values in found.items()})
+            rows.append(row | {what: interval(values) for what, values in draws.items()})
     return rows
 
 
@@ -168,8 +166,8 @@ def gradient_rows(options: argparse.Namespace, step: Callable[[str], None]) -> l
             exact_dw = jnp.matmul(x.T, g, precision=highest)
             return {"dx": compared(*dx, exact_dx), "dw": compared(*dw, exact_dw)}
 
-        found = lax.map(one, jax.random.split(jax.random.key(1), options.draws))
-        rows.append({"recipe": name} | jax.tree.map(interval, found))
+        draws = lax.map(one, jax.random.split(jax.random.key(1), options.draws))
+        rows.append({"recipe": name} | jax.tree.map(interval, draws))
     return rows
 
 
@@ -219,12 +217,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = report.parser("rounding", __doc__)
     parser.add_argument("--size", type=int, default=512, help="rows and columns of every matrix")
-    parser.add_argument("--draws", type=int, default=16, choices=[n + 1 for n in _T])
+    parser.add_argument("--draws", type=int, default=16, help="at least two")
     names = [way.name for way in WAYS]
     parser.add_argument("--ways", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA, metavar="NAME")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES, metavar="NAME")
     options = parser.parse_args(arguments)
+    if options.draws < 2:
+        parser.error(f"--draws needs at least two, for intervals, got {options.draws}")
     facts = environment.describe()
     with report.progress(len(options.ways) * len(options.data) + len(options.recipes)) as step:
         casts, gradients = cast_rows(options, step), gradient_rows(options, step)

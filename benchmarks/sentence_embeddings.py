@@ -47,32 +47,32 @@ class Wanted:
 
 def wanted(formats: Sequence[str], rules: Sequence[str]) -> list[Wanted]:
     """All rows: formats and rules, calibrated codes, tables of words."""
-    found = []
+    rows = []
     for both in (False, True):
         for name in formats:
-            own: Sequence[str | None] = rules if name in MX else (None,)
+            named_rules: Sequence[str | None] = rules if name in MX else (None,)
             activations = name if both else None
-            found += [Wanted(Choice(name, rule, activations)) for rule in own]
+            rows += [Wanted(Choice(name, rule, activations)) for rule in named_rules]
             if name in CALIBRATED:
                 ways = ("gptq",) if both else ("searched", "gptq")
-                found += [Wanted(Choice(name, None, activations), way) for way in ways]
+                rows += [Wanted(Choice(name, None, activations), way) for way in ways]
     if "mxfp4" in formats:
-        found.append(Wanted(Choice("mxfp4", None, "mxint8"), "gptq"))
-        found.append(Wanted(Choice("mxfp4", None, "mxfp8_e4m3"), "gptq"))
+        rows.append(Wanted(Choice("mxfp4", None, "mxint8"), "gptq"))
+        rows.append(Wanted(Choice("mxfp4", None, "mxfp8_e4m3"), "gptq"))
     words = (Choice("mxint8", None, None, name) for name in formats if name in (*MX, "nvfp4"))
-    return found + [Wanted(choice) for choice in words]
+    return rows + [Wanted(choice) for choice in words]
 
 
 def values(embedder: Embedder, exact: Embedder) -> Embedder:
-    """The float32 program on what stored weights stand for: one compilation serves all."""
+    """The float32 program on dequantized weights: one compilation serves all."""
     params = jax.tree.map(
         lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
         embedder.variables,
         is_leaf=lambda leaf: isinstance(leaf, Quantized),
     )
-    found = Embedder(exact.model, params)
-    found.run = exact.run
-    return found
+    dequantized = Embedder(exact.model, params)
+    dequantized.run = exact.run
+    return dequantized
 
 
 def quality(
@@ -138,16 +138,16 @@ def speed_row(
     name: str, choice: dict[str, Any], count: int, time: int, samples: dict[str, Samples]
 ) -> dict[str, Any]:
     """One case; ratios are float32's time over its own."""
-    own, base = samples[name], samples["float32"]
+    timed, base = samples[name], samples["float32"]
     return {
         "case": name,
         **choice,
         "sentences": count,
         "tokens": time,
-        "timings": own.summary(),
-        "sentences_per_s": count / float(np.median(own.wall)),
-        "faster": dataclasses.asdict(ratio(base, own, "wall")),
-        "faster_cpu": dataclasses.asdict(ratio(base, own, "cpu")),
+        "timings": timed.summary(),
+        "sentences_per_s": count / float(np.median(timed.wall)),
+        "faster": dataclasses.asdict(ratio(base, timed, "wall")),
+        "faster_cpu": dataclasses.asdict(ratio(base, timed, "cpu")),
     }
 
 
@@ -165,17 +165,17 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     rows = result["quality"]
     plain = [row for row in rows if row["way"] == "cast" and row["words"] is None]
     columns = ["weights", "rule", "activations", *QUALITY, "MB of kernels"]
-    found = [report.Sheet("Formats and scale rules", columns)]
+    tables = [report.Sheet("Formats and scale rules", columns)]
     for row in plain:
         beside = row["activations"] or "float32"
         cells = [row["weights"], row["rule"], beside, *quality_cells(row)]
-        found[0].rows.append([*cells, f"{row['kernel_bytes'] / 1e6:.2f}"])
-    found[0].notes = [
+        tables[0].rows.append([*cells, f"{row['kernel_bytes'] / 1e6:.2f}"])
+    tables[0].notes = [
         f"{result['sentences']} sentences; float32: {result['float32_kernel_bytes'] / 1e6:.1f} MB "
         f"of kernels, {result['float32_table_bytes'] / 1e6:.1f} MB of tables."
     ]
-    found += [calibration_sheet(rows, result), words_sheet(rows)]
-    return [sheet for sheet in [*found, *speed_sheets(result["speed"])] if sheet.rows]
+    tables += [calibration_sheet(rows, result), words_sheet(rows)]
+    return [*tables, *speed_sheets(result["speed"])]
 
 
 def calibration_sheet(rows: Sequence[dict[str, Any]], result: dict[str, Any]) -> report.Sheet:
@@ -199,12 +199,12 @@ def calibration_sheet(rows: Sequence[dict[str, Any]], result: dict[str, Any]) ->
 def best_cast(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float | None:
     """Mean cosine of a plain cast to a row's formats, by its best rule."""
     keys = ("weights", "activations", "words")
-    found = [
+    cosines = [
         other["cosine"]
         for other in rows
         if other["way"] == "cast" and all(other[key] == row[key] for key in keys)
     ]
-    return max(found, default=None)
+    return max(cosines, default=None)
 
 
 def words_sheet(rows: Sequence[dict[str, Any]]) -> report.Sheet:
@@ -238,7 +238,7 @@ def speed_sheets(rows: Sequence[dict[str, Any]]) -> Iterator[report.Sheet]:
 
 
 def texts(options: argparse.Namespace, tokenize: Any) -> tuple[list[str], Any, Any]:
-    """What is judged, its tokens, and tokens to calibrate by."""
+    """Sentences to judge by, their tokens, and tokens to calibrate by."""
     everything = encoder.standard_library()
     pairs = list(zip(everything, tokenize(everything), strict=True))
     short = [pair for pair in pairs if len(pair[1]) <= LONGEST]
@@ -255,8 +255,7 @@ def texts(options: argparse.Namespace, tokenize: Any) -> tuple[list[str], Any, A
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser(COMMAND, __doc__)
-    parser.set_defaults(out=report.RESULTS / "cpu" / f"{COMMAND}.json")
+    parser = report.parser(COMMAND, __doc__, out=f"cpu/{COMMAND}.json")
     parser.add_argument("--model", type=Path, help="a folder, if not the installed package's")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES)
@@ -281,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "searched": calibrate.SearchedScales(),
             "gptq": calibrate.Gptq(moments),
         }
-        found = list(quality(exact, tokens, ways, rows, step))
+        judgements = list(quality(exact, tokens, ways, rows, step))
         times = list(speed(exact, options.formats, step, options))
     result = {
         "environment": facts,
@@ -291,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sha256": hashlib.sha256("\n".join(judged).encode()).hexdigest(),
         "float32_kernel_bytes": encoder.kernel_bytes(exact.variables),
         "float32_table_bytes": encoder.table_bytes(exact.variables),
-        "quality": found,
+        "quality": judgements,
         "speed": times,
     }
     report.publish(COMMAND, options, result, sheets(result))

@@ -1,9 +1,10 @@
-"""What git keeps of a result: `python -m benchmarks.slim` after measuring anew.
+"""Leaves in results what git keeps: `python -m benchmarks.slim` after measuring anew.
 
 The tables of docs/ take medians; quartiles, clocks that no table shows, the loss of each step and
-digits beyond the ninth stay in what a command wrote. The Markdown beside a result has all its rows.
+digits after the ninth are dropped. The Markdown beside a result has all its rows.
 """
 
+import argparse
 import json
 import statistics
 from typing import Any
@@ -26,7 +27,7 @@ _WHOLE = ("gpu/", "mutated_checkpoints.json", "train_lm_fp4/")
 
 
 def slimmed(x: Any) -> Any:
-    """A result without what no table shows."""
+    """A result without the values that no table shows."""
     if isinstance(x, dict):
         if set(x) == _QUARTILES:
             return {"median": slimmed(x["median"])}
@@ -46,6 +47,8 @@ def written(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the command."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     for path in sorted(RESULTS.rglob("*.json")):
         if not path.relative_to(RESULTS).as_posix().startswith(_WHOLE):
             path.write_text(written(json.loads(path.read_text())))

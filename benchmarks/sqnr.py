@@ -31,14 +31,11 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
 def all_recipes(names: Sequence[str] = ()) -> list[Recipe]:
-    """The named recipes and weight-only ones, or those of them that are asked for."""
+    """Recipes by name, weight-only ones among them; all by default."""
     known = [recipes.from_name(name) for name in recipes.names()]
     known += [recipes.weight_only("mxfp8_e4m3"), recipes.weight_only("mxfp4")]
     known = list({recipe.name: recipe for recipe in known}.values())  # names() lists aliases too
-    unknown = set(names) - {recipe.name for recipe in known}
-    if unknown:
-        every = ", ".join(recipe.name for recipe in known)
-        raise SystemExit(f"--recipes: unknown {', '.join(sorted(unknown))}; known: {every}")
+    report.check_names("--recipes", names, [recipe.name for recipe in known])
     return [recipe for recipe in known if not names or recipe.name in names]
 
 
@@ -74,8 +71,8 @@ def layer_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list
         step(recipe.name)
         if recipe.is_high_precision:
             continue
-        found = three_products(recipe, x, w, g)
-        sqnr = {name: _db(a, b) for name, a, b in zip(PRODUCTS, exact, found, strict=True)}
+        approximate = three_products(recipe, x, w, g)
+        sqnr = {name: _db(a, b) for name, a, b in zip(PRODUCTS, exact, approximate, strict=True)}
         rows.append({"recipe": recipe.name, "decisions": str(recipe), **sqnr})
     return rows
 
@@ -122,8 +119,8 @@ def kernel_rows(step: Callable[[str], None]) -> list[dict[str, Any]]:
     except sentence_encoder.ModelError as error:
         print(f"no kernels: {error}", file=sys.stderr)
         return []
-    found = jax.tree_util.tree_leaves_with_path(params)
-    kernels = [leaf for path, leaf in found if path[-1] == jax.tree_util.DictKey("kernel")]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    kernels = [leaf for path, leaf in leaves if path[-1] == jax.tree_util.DictKey("kernel")]
     rows = []
     for format in KERNEL_FORMATS:
         step(f"kernels {format.name}")

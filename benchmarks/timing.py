@@ -43,8 +43,8 @@ class Case:
     """One thing to be timed.
 
     Attributes:
-      name: what tables call it; unique within a comparison.
-      run: does it once and returns what was computed.
+      name: in tables; unique within a comparison.
+      run: does it once and returns its result.
     """
 
     name: str
@@ -74,7 +74,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What each round measured of one case.
+    """The measurements of one case, by round.
 
     Attributes:
       wall: seconds on the clock.
@@ -127,7 +127,7 @@ def add_pace(
 
 
 def pace(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_pace` put into the options, as `measure` takes it."""
+    """The options of `add_pace` as keyword arguments of `measure`."""
     return {name: getattr(options, name) for name in ("seconds", "min_rounds", "max_rounds")}
 
 

@@ -29,10 +29,10 @@ _MIB = 2**20
 
 
 class Program(NamedTuple):
-    """What is compiled.
+    """A program to compile.
 
     Attributes:
-      title: what the table calls it.
+      title: in the table.
       function: of arrays.
       shapes: its arguments.
     """
@@ -161,19 +161,19 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
 
 
 def rows(names: Sequence[str], device: str) -> list[dict[str, Any]]:
-    """What each program costs on a device, a process for each."""
+    """The cost of each program on a device, a process for each."""
     with report.progress(len(names)) as step:
-        found = []
+        measured = []
         for name in names:
             step(f"{device}: {name}")
-            found.append(_in_a_process(name, device))
-    return found
+            measured.append(_in_a_process(name, device))
+    return measured
 
 
 def _in_a_process(name: str, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.tpu", "--worker", name, "--devices", device]
-    own = os.environ | ENVIRONMENT
-    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    variables = os.environ | ENVIRONMENT
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     known = {"program": name, "title": PROGRAMS[name]().title}
     if done.returncode:
         return known | {"device": device, "failed": done.stderr.strip()[-3000:]}
@@ -185,7 +185,7 @@ def _work(name: str, device: str) -> None:
     print(json.dumps(cost(program.function, *program.shapes, device=device).as_json()))
 
 
-def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
+def sheet(rows: Sequence[dict[str, Any]], device: str) -> report.Sheet:
     """A row for each program."""
     facts = DEVICES[device]
     result = report.Sheet(
@@ -198,15 +198,15 @@ def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
             f"At {facts.clock / 1e9:.2f} GHz, {facts.bandwidth / 1e12:.2f} TB/s of HBM, "
             f"{facts.peak / 1e12:.0f} TFLOP/s in bfloat16. MiB are of DMAs to and from HBM; units "
             "are named as libtpu names their slots: MATMUL is the MXU.",
-            *(f"{row['title']}: {row['doubt']}." for row in found if row.get("doubt")),
+            *(f"{row['title']}: {row['doubt']}." for row in rows if row.get("doubt")),
             *(
                 f"{row['title']} failed: {report.last_line(row['failed'])}"
-                for row in found
+                for row in rows
                 if "failed" in row
             ),
         ],
     )
-    for row in found:
+    for row in rows:
         if "failed" in row:
             result.rows.append([row["title"], *"-" * (len(result.columns) - 1)])
             continue
@@ -229,13 +229,13 @@ def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = report.parser("tpu", __doc__)
+    parser = report.parser("tpu", __doc__, out=f"tpu/{report.DEVICE}.json")
     parser.add_argument(
         "--devices",
         nargs="+",
         choices=tuple(DEVICES),
         default=list(DEVICES),
-        help="to compile for; without --out, each has benchmarks/results/tpu/DEVICE.json",
+        help="to compile for, each with a file",
     )
     parser.add_argument(
         "--programs",
@@ -253,14 +253,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(str(error)) from None
     if options.worker is not None:
         return _work(options.worker, *options.devices)
-    if hasattr(options, "out") and len(options.devices) > 1:
+    if report.DEVICE not in str(options.out) and len(options.devices) > 1:
         parser.error(f"--out is a file for one device, got --devices {' '.join(options.devices)}")
     for device in options.devices:
-        found = rows(options.programs, device)
-        result = {"environment": environment.describe(["libtpu"]), "rows": found}
-        out = getattr(options, "out", report.RESULTS / "tpu" / f"{device}.json")
-        own = argparse.Namespace(out=out)
-        report.publish("tpu", own, result, [sheet(found, device)])
+        measured = rows(options.programs, device)
+        result = {"environment": environment.describe(["libtpu"]), "rows": measured}
+        to_device = argparse.Namespace(out=report.of_device(options.out, device))
+        report.publish("tpu", to_device, result, [sheet(measured, device)])
     return None
 
 

@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.tpu_schedule import Execution, Schedule
 
-# What the environment of a process that compiles for TPUs has. Asks no server which TPU this
-# machine is, lets two processes load libtpu, and compiles what a cache would have: that dumps none.
+# The environment of a process that compiles for TPUs: asks no server which TPU this machine is,
+# lets two processes load libtpu, and reads no cache, whose programs dump nothing.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -46,7 +46,7 @@ _FLAGS = (
     "--xla_jf_dump_llo_pass_label_regex=.*final.*(bundles|utilization).*",
     "--xla_jf_emit_annotations=true",
 )
-# The program that calls all kernels; what libtpu adds to its ends is `<late-...>`.
+# The program that calls all kernels; libtpu's additions to its ends are `<late-...>`.
 TOP_LEVEL = "TLP"
 _DUMP = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
 # Of an optimized module: a computation's head, an instruction, what of it does not tell what it
@@ -143,7 +143,7 @@ def kernels(folder: Path, delay_slots: int | None) -> list[Kernel]:
         )
     # Of kernels that are the same, libtpu compiles one.
     known = _meanings((folder / f"{files[TOP_LEVEL][1]}-hlo.txt").read_text())
-    calls, found = Counter({TOP_LEVEL: 1}), list[Kernel]()
+    calls, executed = Counter({TOP_LEVEL: 1}), list[Kernel]()
     names = [TOP_LEVEL]
     for name in names:
         alike = (other for other in files if name in known and known.get(other) == known[name])
@@ -154,16 +154,16 @@ def kernels(folder: Path, delay_slots: int | None) -> list[Kernel]:
         schedule = Schedule(path.read_text(errors="replace"))
         execution = schedule.run(delay_slots, upper=name == TOP_LEVEL)
         units = _units(folder, prefix, [calls[name] * count for count in execution.counts])
-        found.append(_kernel(name, calls[name], execution, units))
+        executed.append(_kernel(name, calls[name], execution, units))
         for callee, count in execution.calls.items():
             if not callee.startswith("<"):
                 calls[callee] += count * calls[name]
                 names += [callee] if callee not in names else []
-    return found
+    return executed
 
 
 def _meanings(program: str) -> dict[str, str]:
-    """What each instruction of a module computes, of what types and layouts, without names."""
+    """The operation, types and layouts of each instruction of a module, without names."""
     lines: dict[str, list[tuple[str, str]]] = {}
     types: dict[str, str] = {}
     body: list[tuple[str, str]] = []
@@ -177,16 +177,18 @@ def _meanings(program: str) -> dict[str, str]:
     @functools.cache
     def computed_by(name: str) -> str:
         order: dict[str, str] = {}
-        text = "\n".join(f"%{result} = {called(own)}" for result, own in lines.get(name, ()))
-        return _NAME.sub(lambda found: order.setdefault(found[1], str(len(order))), text)
+        text = "\n".join(
+            f"%{result} = {called(operation)}" for result, operation in lines.get(name, ())
+        )
+        return _NAME.sub(lambda match: order.setdefault(match[1], str(len(order))), text)
 
-    def called(own: str) -> str:
-        return _CALLED.sub(lambda found: f"{{{computed_by(found[1])}}}", own)
+    def called(operation: str) -> str:
+        return _CALLED.sub(lambda match: f"{{{computed_by(match[1])}}}", operation)
 
     return {
-        result: _NAME.sub(lambda found: types.get(found[1], ""), called(own))
+        result: _NAME.sub(lambda match: types.get(match[1], ""), called(operation))
         for body in lines.values()
-        for result, own in body
+        for result, operation in body
     }
 
 
@@ -227,7 +229,7 @@ def _units(folder: Path, prefix: str, counts: Sequence[int]) -> dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a program costs.
+    """The cost of a program.
 
     Attributes:
       device: its name in `DEVICES`.
@@ -245,17 +247,17 @@ class Cost:
     @property
     def bundles(self) -> int:
         """Executed, by all kernels."""
-        return sum(own.bundles for own in self.kernels)
+        return sum(kernel.bundles for kernel in self.kernels)
 
     @property
     def read(self) -> int:
         """Bytes from HBM."""
-        return sum(own.read for own in self.kernels)
+        return sum(kernel.read for kernel in self.kernels)
 
     @property
     def written(self) -> int:
         """Bytes to HBM."""
-        return sum(own.written for own in self.kernels)
+        return sum(kernel.written for kernel in self.kernels)
 
     @property
     def microseconds(self) -> float:
@@ -267,8 +269,8 @@ class Cost:
         """Microseconds that each unit needs at least; of the largest the program has no less."""
         device = DEVICES[self.device]
         slots: Counter[str] = Counter()
-        for own in self.kernels:
-            slots.update(own.units)
+        for kernel in self.kernels:
+            slots.update(kernel.units)
         busy = {unit: 1e6 * count / device.clock for unit, count in slots.items()}
         if not device.exact:
             busy[_MXU] = max(busy.get(_MXU, 0), 1e6 * self.operations / device.peak)
@@ -284,16 +286,16 @@ class Cost:
     @property
     def doubt(self) -> str:
         """Why the counts may be wrong, or nothing."""
-        if any(own.endless for own in self.kernels):
+        if any(kernel.endless for kernel in self.kernels):
             return "a loop of unknown length"
-        undecided = sum(own.undecided for own in self.kernels if own.name != TOP_LEVEL)
+        undecided = sum(kernel.undecided for kernel in self.kernels if kernel.name != TOP_LEVEL)
         return f"{undecided} branches that data decide" if undecided else ""
 
-    def of_kernel(self, own: Kernel) -> float:
+    def of_kernel(self, kernel: Kernel) -> float:
         """Microseconds of a kernel. The top level's DMAs run beside the kernels."""
         device = DEVICES[self.device]
-        moved = 0 if own.name == TOP_LEVEL else own.read + own.written
-        return 1e6 * max(own.bundles / device.clock, moved / device.bandwidth)
+        moved = 0 if kernel.name == TOP_LEVEL else kernel.read + kernel.written
+        return 1e6 * max(kernel.bundles / device.clock, moved / device.bandwidth)
 
     def as_json(self) -> dict[str, Any]:
         """For programs; kernels by time, their units alone that work a tenth of it."""
@@ -309,9 +311,9 @@ class Cost:
             "compile_seconds": self.compile_seconds,
             "doubt": self.doubt,
             "kernels": [
-                own._asdict()
-                | {"units": {u: n for u, n in own.units.items() if n > own.bundles / 10}}
-                for own in sorted(self.kernels, key=self.of_kernel, reverse=True)
+                kernel._asdict()
+                | {"units": {u: n for u, n in kernel.units.items() if n > kernel.bundles / 10}}
+                for kernel in sorted(self.kernels, key=self.of_kernel, reverse=True)
             ],
         }
 
@@ -326,7 +328,7 @@ def require_libtpu(operation: str) -> None:
 
 
 def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
-    """What a function costs on one device, jitted.
+    """The cost of a jitted function on one device.
 
     For a process that has loaded libtpu for nothing else, with `ENVIRONMENT`.
 
@@ -345,21 +347,23 @@ def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     mesh = Mesh(_devices(DEVICES[device].topology)[:1], ("one",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
     begin = time.perf_counter()
     # Pallas asks the mesh in context which TPU it compiles for; traces ask where JAX would run.
     device_of_jax = jax.default_device(mesh.devices.flat[0])
     with device_of_jax, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(function).lower(*own)
+        lowered = jax.jit(function).lower(*arguments)
         compiled = lowered.compile()
     seconds = time.perf_counter() - begin
     analysis = {}
     # JAX cannot read every module that libtpu makes.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         analysis = compiled.cost_analysis() or {}
-    found = kernels(folder, DEVICES[device].delay_slots)
+    executed = kernels(folder, DEVICES[device].delay_slots)
     operations = analysis.get("flops", 0.0) * slowness(lowered.as_text(), DEVICES[device].rates)
-    return Cost(device, found, operations, seconds)
+    return Cost(device, executed, operations, seconds)
 
 
 def slowness(program: str, rates: Mapping[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""What only a TPU can decide, there, in ten minutes: bits, its units' habits, times.
+"""Questions that only a TPU answers, in ten minutes: bits, its units' habits, times.
 
 Everything that this project says of TPUs follows from what libtpu compiles; nothing of it has run
 on one. On a machine with a TPU this command
@@ -31,7 +31,7 @@ from benchmarks.gpu_compare import (
     Repeated,
     chain_of,
     compare,
-    copies_beyond_cache,
+    copies_exceeding_cache,
 )
 from benchmarks.tpu import PROGRAMS, Program
 from benchmarks.tpu_cost import DEVICES
@@ -43,7 +43,7 @@ CALLS = 8
 
 
 def bits() -> dict[str, list[str]]:
-    """What differs from the CPU's bits, by format and axis: codes, scales, values."""
+    """Differences from the CPU's bits, by format and axis: codes, scales, values."""
     patterns = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
     (cpu, *_), differing = jax.devices("cpu"), dict[str, list[str]]()
     for format in (*MX_FORMATS, NVFP4):
@@ -59,29 +59,31 @@ def bits() -> dict[str, list[str]]:
 
 
 def _cast(x: jax.Array, format: Any, axis: int) -> tuple[jax.Array, ...]:
-    own = mx_jax.quantize(x, format, axis=axis)
-    return own.codes, own.scales, own.dequantize(jnp.float32)
+    blocks = mx_jax.quantize(x, format, axis=axis)
+    return blocks.codes, blocks.scales, blocks.dequantize(jnp.float32)
 
 
 def habits() -> dict[str, bool]:
-    """What the units do that no schedule says."""
+    """Behaviour of the units that no schedule shows."""
     one = np.float32(1)
-    found: dict[str, bool] = {}
+    observed: dict[str, bool] = {}
     for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         tiny = np.full((256, 256), ml_dtypes.finfo(dtype).smallest_subnormal, dtype)
         for left in (ml_dtypes.bfloat16, dtype):
             dot = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
             sums = np.asarray(dot(np.eye(256, dtype=left), tiny))
             name = f"the MXU keeps subnormals of {np.dtype(dtype)} beside {np.dtype(left)}"
-            found[name] = bool((sums == tiny.astype(np.float32)).all())
+            observed[name] = bool((sums == tiny.astype(np.float32)).all())
     for dtype in (ml_dtypes.bfloat16, np.float32):
         x = np.ones((8, 256), dtype)
         x[3, 7] = np.nan
         largest = jax.jit(lambda x: jnp.max(x, axis=-1))(x)
-        found[f"a maximum of {np.dtype(dtype)} keeps NaN"] = bool(np.isnan(np.float32(largest[3])))
+        observed[f"a maximum of {np.dtype(dtype)} keeps NaN"] = bool(
+            np.isnan(np.float32(largest[3]))
+        )
     half = jax.jit(lambda x: x * np.float32(0.5))(np.full(8, one * 2.0**-126, np.float32))
-    found["float32 subnormals stay"] = bool((np.asarray(half) > 0).all())
-    return found
+    observed["float32 subnormals stay"] = bool((np.asarray(half) > 0).all())
+    return observed
 
 
 def drawn(shapes: Any) -> Any:
@@ -104,11 +106,11 @@ def timed(program: Program, seconds: float) -> Measured:
         return program.function(*copy)
 
     def make() -> Any:
-        copies = [drawn(program.shapes)] * copies_beyond_cache(size)
+        copies = [drawn(program.shapes)] * copies_exceeding_cache(size)
         copies = [jax.tree.map(jnp.copy, copy) for copy in copies]
         return chain_of("here", Repeated(one=one, x=jnp.zeros(()), copies=copies), CALLS)
 
-    count = CALLS * copies_beyond_cache(size)
+    count = CALLS * copies_exceeding_cache(size)
     comparison = Comparison(
         what=program.title, makers=[("here", make)], baseline="here", count=count
     )
@@ -172,15 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.programs:
             step(name)
             program = PROGRAMS[name]()
-            found, row = timed(program, options.seconds), known.get(name, {})
+            measurement, row = timed(program, options.seconds), known.get(name, {})
             times.append(
                 {
                     "program": name,
                     "title": program.title,
-                    "microseconds": found.microseconds.get("here"),
+                    "microseconds": measurement.microseconds.get("here"),
                     "estimate": row.get("microseconds"),
                     "bundles": row.get("bundles"),
-                    "failed": found.failed.get("here"),
+                    "failed": measurement.failed.get("here"),
                 }
             )
     result["times"] = times

@@ -33,7 +33,7 @@ _INSTRUCTION = re.compile(
 _ADDRESS = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\])\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?%[^,)]*)(?:,\s*([^)]*))?\)\s*,?\s*(.*)", re.DOTALL)
 _REGISTER = re.compile(r"(!?)%[a-z]*\d+_([sp]\d+)")
-# What lies where: of names, each of which is set once.
+# The memory space of names, each of which is set once.
 _SPACE = re.compile(r"%(\w+) = [a-z_]+\.(hbm|vmem|smem)\b")
 
 Value = int | None
@@ -62,7 +62,7 @@ class Instruction(NamedTuple):
       result: the register that it sets, or where it spills to.
       operands: of a DMA its size, in granules.
       predicate: whether it executes, if not always.
-      otherwise: what the result becomes where the predicate is false, if not what it was.
+      otherwise: the result where the predicate is false; None: it stays as it was.
       label: the region that a branch leads to, the opcode of a DMA, or the kernel that is called.
     """
 
@@ -80,7 +80,7 @@ class Instruction(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """What a run came to.
+    """The counts of a run.
 
     Attributes:
       counts: how often each bundle executed.
@@ -183,7 +183,7 @@ def computed(opcode: str, values: Sequence[Value], upper: bool = False) -> Value
 
 
 class Schedule:
-    """The bundles of a kernel, of which it keeps what decides how often each executes."""
+    """The bundles of a kernel; keeps the instructions that decide how often each executes."""
 
     def __init__(self, text: str):
         """
@@ -212,14 +212,28 @@ class Schedule:
     def _slice(self) -> None:
         """Drop every instruction whose result decides nothing."""
         actions = "branch", "dma", "call"
-        every = [own for bundle in self.bundles for own in bundle]
-        needed = {name for own in every if own.opcode in actions for name in own.reads()}
+        every = [instruction for bundle in self.bundles for instruction in bundle]
+        needed = {
+            name
+            for instruction in every
+            if instruction.opcode in actions
+            for name in instruction.reads()
+        }
         before = -1
         while len(needed) > before:
             before = len(needed)
-            needed |= {name for own in every if own.result in needed for name in own.reads()} - {""}
+            needed |= {
+                name
+                for instruction in every
+                if instruction.result in needed
+                for name in instruction.reads()
+            } - {""}
         self.bundles = [
-            [own for own in bundle if own.opcode in actions or own.result in needed]
+            [
+                instruction
+                for instruction in bundle
+                if instruction.opcode in actions or instruction.result in needed
+            ]
             for bundle in self.bundles
         ]
 
@@ -239,7 +253,7 @@ class Schedule:
         Args:
           delay_slots: how many bundles behind a branch execute before it is taken; None: up to
             where, by libtpu's notes, something else begins.
-          upper: whether what is skipped, or a DMA that is left out, for an unknown reason counts.
+          upper: whether bundles and DMAs behind an undecided predicate count.
             False is for kernels, where data decide of rare cases; True for the top level, where
             XLA asks whether an operand was already fetched, or the random numbers' state was set.
         """
@@ -293,23 +307,23 @@ class _Machine:
         """A bundle, whose instructions read before any writes; where it branches to, if so."""
         registers, target = self._registers, None
         written: Registers = {}
-        for own in self._schedule.bundles[index]:
-            predicate = own.predicate.read(registers)
-            if own.opcode == "branch":
-                to = self._schedule.regions[own.label]
+        for instruction in self._schedule.bundles[index]:
+            predicate = instruction.predicate.read(registers)
+            if instruction.opcode == "branch":
+                to = self._schedule.regions[instruction.label]
                 if self._is_taken(predicate, is_back=to <= index):
                     target = to
-            elif own.opcode == "call":
-                self._calls[own.label] += 1
-            elif own.opcode == "dma":
-                self._move(own, predicate)
+            elif instruction.opcode == "call":
+                self._calls[instruction.label] += 1
+            elif instruction.opcode == "dma":
+                self._move(instruction, predicate)
             elif predicate is None:
-                written[own.result] = None
+                written[instruction.result] = None
             elif predicate:
-                values = [operand.read(registers) for operand in own.operands]
-                written[own.result] = computed(own.opcode, values, self._upper)
-            elif own.otherwise is not None:
-                written[own.result] = own.otherwise.read(registers)
+                values = [operand.read(registers) for operand in instruction.operands]
+                written[instruction.result] = computed(instruction.opcode, values, self._upper)
+            elif instruction.otherwise is not None:
+                written[instruction.result] = instruction.otherwise.read(registers)
         registers.update(written)
         return target
 
@@ -320,32 +334,32 @@ class _Machine:
         self._endless |= is_back
         return not is_back and not self._upper
 
-    def _move(self, own: Instruction, predicate: Value) -> None:
-        size = own.operands[0].read(self._registers)
+    def _move(self, copy: Instruction, predicate: Value) -> None:
+        size = copy.operands[0].read(self._registers)
         if predicate is None or (predicate and size is None):
             self._undecided += 1
         if size is not None and (predicate or (predicate is None and self._upper)):
-            self._moved[own.label] += size * GRANULE
+            self._moved[copy.label] += size * GRANULE
 
 
 def _instructions(chunk: str, spaces: dict[str, str]) -> list[Instruction]:
     """The scalar instructions of a bundle."""
     calls = iter(_CALL.findall(chunk))
     text = _COMMENT.sub(lambda note: "size=" if "_in_granules=" in note[1] else "", chunk)
-    found = []
+    instructions = []
     for piece in text[: text.rfind("}")].split(";;"):
         match = _INSTRUCTION.match(piece.strip())
         if match is None:
             continue
         result, opcode, rest = match.groups()
         if opcode == "inlined_call":
-            found.append(Instruction("call", label=next(calls)))
+            instructions.append(Instruction("call", label=next(calls)))
         elif opcode.startswith(("sbr", "dma.")) or opcode == "sst":
-            found += _action(opcode, rest, spaces)
+            instructions += _action(opcode, rest, spaces)
         elif result and result[0] in "sp" and opcode != "sphi":
             # An sphi's operands and result are one register.
-            found.append(_scalar(result, opcode, rest))
-    return found
+            instructions.append(_scalar(result, opcode, rest))
+    return instructions
 
 
 def _action(opcode: str, rest: str, spaces: dict[str, str]) -> Iterable[Instruction]:
@@ -373,7 +387,7 @@ _OTHER = {"hbm": "vmem", "vmem": "hbm", "smem": "hbm", "": "hbm"}
 
 
 def _scalar(result: str, opcode: str, rest: str) -> Instruction:
-    """What sets a scalar register."""
+    """An instruction that sets a scalar register."""
     if opcode == "sld":
         address, rest = _address(rest)
         predicate, otherwise, _ = _predicated(rest)
@@ -395,7 +409,7 @@ def _address(rest: str) -> tuple[str, str]:
 
 
 def _predicated(rest: str) -> tuple[Operand, Operand | None, str]:
-    """`(!%p) a, b` or `(%p, old), new`: predicate, what else the result is, and the rest."""
+    """`(!%p) a, b` or `(%p, old), new`: predicate, the result if it is false, and the rest."""
     match = _PREDICATE.match(rest)
     if match is None:
         return Operand(value=1), None, rest

@@ -108,7 +108,7 @@ def cases(recipe: Recipe, x: jax.Array, w: jax.Array, g: jax.Array) -> list[Case
 
 
 def _arrays(prepared: list[tuple[Any, Any]]) -> list[jax.Array]:
-    """What quantizing really made: operands in high precision pass through."""
+    """The quantized operands alone: those in high precision pass through."""
     made = [side for pair in prepared for side in pair if isinstance(side, MXArray)]
     return jax.tree.leaves(made)
 
@@ -141,12 +141,12 @@ def _row(recipe: Recipe, which_cores: str, samples: dict[str, Samples]) -> dict[
 
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table for each choice of cores, slowest recipe first."""
-    found = []
+    tables = []
     for which in dict.fromkeys(row["cores"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["cores"] == which]
         rows.sort(key=lambda row: -row["overhead_percent"])
-        found.append(_sheet(which, rows, " x ".join(map(str, result["size"]))))
-    return found
+        tables.append(_sheet(which, rows, " x ".join(map(str, result["size"]))))
+    return tables
 
 
 def _sheet(which: str, rows: Sequence[dict[str, Any]], sizes: str) -> report.Sheet:

@@ -107,10 +107,10 @@ class Sensitivity:
       >>> from examples.choose_formats import Budget, sensitivity
       >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
       >>> loss = lambda params, batch: params["up"]["kernel"].sum()
-      >>> found = sensitivity(loss, params, [None], ["mxfp4", "mxint8"], budget=Budget(bits=5))
-      >>> found.chosen, found.bytes
+      >>> result = sensitivity(loss, params, [None], ["mxfp4", "mxint8"], budget=Budget(bits=5))
+      >>> result.chosen, result.bytes
       ({'up/kernel': 'mxfp4'}, 272)
-      >>> print(found.toml().partition("[[rule]]")[2].strip())
+      >>> print(result.toml().partition("[[rule]]")[2].strip())
       pattern = "up(/kernel)?"
       format = "mxfp4"
     """
@@ -124,17 +124,17 @@ class Sensitivity:
     @property
     def chosen(self) -> dict[str, str | None]:
         """The name of each layer's format; None: as it is."""
-        return {own.layer: own.format and own.format.name for own in self.choices}
+        return {choice.layer: choice.format and choice.format.name for choice in self.choices}
 
     @property
     def bytes(self) -> int:
         """Of all layers as chosen."""
-        return sum(own.bytes for own in self.choices)
+        return sum(choice.bytes for choice in self.choices)
 
     @property
     def sum_of_increases(self) -> float:
         """What the increases of single layers add up to; `increase` is what is really there."""
-        return sum(own.increase for own in self.choices)
+        return sum(choice.increase for choice in self.choices)
 
     def rules(self, make: Callable[[str, Any], R]) -> list[R]:
         """The choice as rules of conversion, one a layer; all others stay as they are.
@@ -148,25 +148,27 @@ class Sensitivity:
           >>> from examples.choose_formats import Budget, sensitivity
           >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
           >>> loss = lambda params, batch: jax.tree.leaves(params)[0].sum()
-          >>> found = sensitivity(loss, params, [None], ["mxfp4"], budget=Budget(bits=5))
-          >>> print(convert.weights_report(params, found.rules(convert.Rule)))
+          >>> result = sensitivity(loss, params, [None], ["mxfp4"], budget=Budget(bits=5))
+          >>> print(convert.weights_report(params, result.rules(convert.Rule)))
           layer  type     kernel  rule  recipe
           up     Unknown  64x8    0     weight_only(mxfp4)
           1 of 1 layers converted
         """
         return [
-            make(own.pattern, None if own.format is None else weight_only(own.format))
-            for own in self.choices
+            make(choice.pattern, None if choice.format is None else weight_only(choice.format))
+            for choice in self.choices
         ]
 
     def toml(self) -> str:
         """The choice as a file of rules for `python -m mx_jax quantize --rules`."""
-        lines = [f"# Chosen by mx_jax.inspect.sensitivity: {self.summary}"]
-        for own in self.choices:
+        lines = [f"# Chosen by examples/choose_formats.py: {self.summary}"]
+        for choice in self.choices:
             what = (
-                "skip = true" if own.format is None else f"format = {json.dumps(own.format.name)}"
+                "skip = true"
+                if choice.format is None
+                else f"format = {json.dumps(choice.format.name)}"
             )
-            lines += ["", "[[rule]]", f"pattern = {json.dumps(own.pattern)}", what]
+            lines += ["", "[[rule]]", f"pattern = {json.dumps(choice.pattern)}", what]
         return "\n".join([*lines, ""])
 
     def write(self, path: Path | str) -> None:
@@ -176,7 +178,7 @@ class Sensitivity:
     @property
     def summary(self) -> str:
         """The budget, and what the choice costs."""
-        bits = 8 * self.bytes / sum(math.prod(own.shape) for own in self.choices)
+        bits = 8 * self.bytes / sum(math.prod(choice.shape) for choice in self.choices)
         alone = f"single layers: {self.sum_of_increases:.3g}"
         return (
             f"budget: {self.budget}; {self.bytes:,} bytes, {bits:.3g} bits a parameter; "
@@ -188,15 +190,15 @@ class Sensitivity:
         formats = list(dict.fromkeys(row.name for row in self.rows if row.format is not None))
         known = {(row.layer, row.name): row for row in self.rows}
 
-        def worst(own: Candidate) -> float:
+        def worst(candidate: Candidate) -> float:
             # By NaN nothing can be sorted, and a layer whose loss is NaN minds most.
-            increases = (known[own.layer, name].increase for name in formats)
+            increases = (known[candidate.layer, name].increase for name in formats)
             return max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
 
         lines = [("layer", "shape", *formats, "chosen")]
-        for own in sorted(self.choices, key=worst, reverse=True):
-            texts = (str(known[own.layer, name]) for name in formats)
-            lines.append((own.layer, "x".join(map(str, own.shape)), *texts, own.name))
+        for choice in sorted(self.choices, key=worst, reverse=True):
+            texts = (str(known[choice.layer, name]) for name in formats)
+            lines.append((choice.layer, "x".join(map(str, choice.shape)), *texts, choice.name))
         return "\n".join([aligned(lines), self.summary])
 
 
@@ -249,8 +251,8 @@ def sensitivity(
       >>> def loss(params, x):
       ...     return sum(((x @ p["kernel"]) ** 2).mean() for p in params.values())
       >>> batch = jax.random.normal(jax.random.key(1), (8, 64))
-      >>> found = sensitivity(loss, params, [batch], ["mxfp4", "mxint8"], budget=Budget(bits=6.5))
-      >>> found.chosen
+      >>> result = sensitivity(loss, params, [batch], ["mxfp4", "mxint8"], budget=Budget(bits=6.5))
+      >>> result.chosen
       {'easy/kernel': 'mxfp4', 'hard/kernel': 'mxint8'}
     """
     batches = list(batches)
@@ -278,15 +280,15 @@ def sensitivity(
 
     def losses(formats: Mapping[str, BlockFormat | None]) -> np.ndarray:
         """The loss of each batch, with some weights as their formats hold them."""
-        own = []
+        leaves = []
         for name, leaf in named:
             if (format := formats.get(name)) is not None:
                 # The scale rule is the one that conversion takes.
                 spec = weight_only(format).output.rhs
                 assert spec is not None
                 leaf = cast(leaf, spec.format, axis=axis, scale_rule=spec.scale_rule)
-            own.append(leaf)
-        whole = jax.tree.unflatten(tree, own)
+            leaves.append(leaf)
+        whole = jax.tree.unflatten(tree, leaves)
         return np.array([float(compiled(whole, batch)) for batch in batches])
 
     before = losses({})
@@ -310,9 +312,9 @@ def sensitivity(
         )
 
     formats = (*map(block_format, (formats,) if isinstance(formats, str) else formats), None)
-    rows = [[candidate(name, leaf, own) for own in formats] for name, leaf in weights.items()]
+    rows = [[candidate(name, leaf, format) for format in formats] for name, leaf in weights.items()]
     chosen, increase = _choose(
-        rows, budget, lambda chosen: losses({own.layer: own.format for own in chosen}) - before
+        rows, budget, lambda chosen: losses({row.layer: row.format for row in chosen}) - before
     )
     return Sensitivity(
         rows=tuple(itertools.chain.from_iterable(rows)),
@@ -329,31 +331,31 @@ def _choose(
     measure: Callable[[Sequence[Candidate]], np.ndarray],
 ) -> tuple[list[Candidate], float]:
     """The best choice of one row of each layer, and how far the mean loss rises."""
-    increases = np.array([[row.increase for row in own] for own in rows])
+    increases = np.array([[row.increase for row in layer] for layer in rows])
     # A loss of NaN would count as none that rises; a cast that lowers it does so by chance.
     increases = np.where(np.isfinite(increases), np.maximum(increases, 0), np.inf)
-    sizes = np.array([[float(row.bytes) for row in own] for own in rows])
+    sizes = np.array([[float(row.bytes) for row in layer] for layer in rows])
 
-    def measured(found: list[int]) -> tuple[list[Candidate], float]:
-        chosen = [own[index] for own, index in zip(rows, found, strict=True)]
+    def measured(indices: list[int]) -> tuple[list[Candidate], float]:
+        chosen = [layer[index] for layer, index in zip(rows, indices, strict=True)]
         return chosen, float(measure(chosen).mean())
 
     if budget.loss is None:
-        parameters = sum(math.prod(own[0].shape) for own in rows)
+        parameters = sum(math.prod(layer[0].shape) for layer in rows)
         limit = float(budget.bytes or 0) if budget.bits is None else budget.bits * parameters / 8
-        found = best_choice(increases, sizes, limit)
-        if found is None:
+        indices = best_choice(increases, sizes, limit)
+        if indices is None:
             least = np.where(np.isfinite(increases), sizes, np.inf).min(axis=1).sum()
             raise ValueError(
                 f"sensitivity: a budget of {budget} is {limit:,.0f} bytes, but the smallest "
                 f"formats take {least:,.0f} bytes ({8 * least / parameters:.3g} bits a parameter)"
             )
-        return measured(found)
+        return measured(indices)
     limit = budget.loss
     for _ in range(_ROUNDS):
-        found = best_choice(sizes, increases, limit)
-        assert found is not None  # every layer may stay as it is
-        chosen, rises = measured(found)
+        indices = best_choice(sizes, increases, limit)
+        assert indices is not None  # every layer may stay as it is
+        chosen, rises = measured(indices)
         if rises <= budget.loss:
             return chosen, rises
         limit *= 0.9 * budget.loss / rises if math.isfinite(rises) else 0.5
@@ -376,13 +378,13 @@ def best_choice(
     allowed: Any = np.isfinite(costs) & np.isfinite(sizes)
     if np.where(allowed, sizes, np.inf).min(axis=1).sum() > limit:
         return None
-    costs, sizes = (np.where(allowed, own, 0) for own in (costs, sizes))
+    costs, sizes = (np.where(allowed, array, 0) for array in (costs, sizes))
     # In units of what there is to decide about, so that tolerances mean the same everywhere.
-    spread, unit = (float(own.max()) or 1.0 for own in (costs, sizes))
+    spread, unit = (float(array.max()) or 1.0 for array in (costs, sizes))
     # Of equally good choices the smallest one.
     goal = costs / spread + 1e-6 * sizes / unit
     items, options = costs.shape
-    found = optimize.milp(
+    solution = optimize.milp(
         goal.ravel(),
         integrality=np.ones(goal.size),
         bounds=optimize.Bounds(0, allowed.ravel().astype(float)),
@@ -391,14 +393,14 @@ def best_choice(
             optimize.LinearConstraint(sizes.reshape(1, -1) / unit, -np.inf, limit / unit),
         ],
     )
-    return found.x.reshape(costs.shape).argmax(axis=1).tolist()
+    return solution.x.reshape(costs.shape).argmax(axis=1).tolist()
 
 
 def _named_leaves(tree: object) -> list[tuple[str, Any]]:
     """Leaves by their paths, joined by `/`; boxes of Flax end in `value`, which is no name."""
-    found = []
+    named = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
-        own = path[:-1] if boxed else path
-        found.append((jax.tree_util.keystr(own, simple=True, separator="/"), leaf))
-    return found
+        keys = path[:-1] if boxed else path
+        named.append((jax.tree_util.keystr(keys, simple=True, separator="/"), leaf))
+    return named

@@ -1,4 +1,4 @@
-"""Writes what GPTQ needs of a Llama: second moments of the inputs of its matrices, from texts.
+"""Writes the second moments of the inputs of a Llama's matrices, from texts, for GPTQ.
 
     python examples/llama_moments.py smollm2 moments.safetensors
     python examples/llama_moments.py model/ moments.safetensors --texts articles.txt
@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 
 from mx_jax import calibrate, checkpoint, commands, recipes
 
-# More texts bring little: how many tokens are read at most, and in sequences of what length.
+# More texts bring little: tokens that are read at most, and the length of sequences.
 TOKENS, LENGTH = 20480, 512
 
 
@@ -57,14 +57,14 @@ def tensor_moments(source: Source, texts: Sequence[str]) -> dict[str, np.ndarray
     """Moments by the names of a checkpoint's tensors; the model joins some of their products."""
     config, name = source.config, source.names.of
     params = params_of(source.weights, config, source.names)
-    found = model_moments(params, config, source.tokenizer().encode("\n".join(texts)))
+    moments = model_moments(params, config, source.tokenizer().encode("\n".join(texts)))
     by_name = {
-        name(field, index): found[f"layers_{index}/{path}"]
+        name(field, index): moments[f"layers_{index}/{path}"]
         for index in range(config.layers)
         for field, path in WHOLE.items()
     }
     head = "embedding" if config.tied else "head"
-    by_name[name(head)] = found[head]
+    by_name[name(head)] = moments[head]
     return {name: np.asarray(moment, np.float32) for name, moment in by_name.items()}
 
 
@@ -98,13 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_rotated(source, options.rotate)
             source = open_model(options.rotate)
         texts = [path.read_text(encoding="utf-8") for path in options.texts]
-        found = tensor_moments(source, texts or [manual()])
-        save_file(found, options.out)
+        moments = tensor_moments(source, texts or [manual()])
+        save_file(moments, options.out)
     except (ValueError, OSError, ImportError) as error:
         print(f"llama_moments: {error}", file=sys.stderr)
         return 2
     print(
-        f"{options.out}: of {len(found)} matrices; next, with a format of your choice:\n"
+        f"{options.out}: of {len(moments)} matrices; next, with a format of your choice:\n"
         f"python -m mx_jax quantize {source.weights.path} small/ --format mxfp4 --keep '' "
         f"--moments {options.out}"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 sys.path.append(str(Path(__file__).parent / "findings"))
-from findings_figure import BLUE, COLORS, GRAY, RED, digest, panels, save
+from findings_figure import BLUE, COLORS, GRAY, RED, digest, panels, parse_no_options, save
 
 import mx_jax
 from mx_jax.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
@@ -31,10 +31,10 @@ AMPLITUDES = np.arange(0, 18.01, 0.25)
 
 
 def positive_values(element: ElementFormat) -> list[float]:
-    """What positive codes of an element mean, over the largest of them."""
+    """The values of an element's positive codes, over the largest of them."""
     codes = range(1, element.max_code + 1)
-    found = [element.value(code) for code in codes]
-    return sorted(float(value) / float(element.max) for value in found if value and value > 0)
+    values = [element.value(code) for code in codes]
+    return sorted(float(value) / float(element.max) for value in values if value and value > 0)
 
 
 def block() -> np.ndarray:
@@ -63,29 +63,29 @@ def error_by_amplitude(format: str) -> list[float]:
     rng = np.random.default_rng(0)
     size = mx_jax.quantize(np.ones(32, np.float32), format).blocks[-1][1]
     rows = 64
-    found = rng.uniform(1, 2, (len(AMPLITUDES), rows, size)) * rng.choice((-1, 1), size)
+    drawn = rng.uniform(1, 2, (len(AMPLITUDES), rows, size)) * rng.choice((-1, 1), size)
     # The largest of each block, with a mantissa of its own; the others below it.
     largest = rng.uniform(1, 2, (len(AMPLITUDES), rows))
-    found *= (2.0**-AMPLITUDES)[:, None, None] * largest[..., None] / 2
-    found[..., 0] = largest
-    x = found.reshape(-1, size).astype(np.float32)
+    drawn *= (2.0**-AMPLITUDES)[:, None, None] * largest[..., None] / 2
+    drawn[..., 0] = largest
+    x = drawn.reshape(-1, size).astype(np.float32)
     values = np.asarray(mx_jax.cast(x, format, axis=-1), np.float64)
-    error = np.square((values - x) / x).reshape(found.shape)[..., 1:]
+    error = np.square((values - x) / x).reshape(drawn.shape)[..., 1:]
     return [round(float(value), 5) for value in np.sqrt(error.mean(axis=(1, 2)))]
 
 
 def bit_fields(format: str) -> dict[str, Any]:
     """Bits of a scale, and of the fields of one element."""
-    own = mx_jax.formats.block_format(format)
+    block_format = mx_jax.formats.block_format(format)
     # An integer has a sign and digits.
-    exponent = own.element.exponent_bits if own.element.kind == "float" else 0
+    exponent = block_format.element.exponent_bits if block_format.element.kind == "float" else 0
     return {
-        "block": own.block[1],
-        "scale": own.scale.bits,
+        "block": block_format.block[1],
+        "scale": block_format.scale.bits,
         "sign": 1,
         "exponent": exponent,
-        "mantissa": own.element.bits - 1 - exponent,
-        "each": own.bits_per_element,
+        "mantissa": block_format.element.bits - 1 - exponent,
+        "each": block_format.bits_per_element,
     }
 
 
@@ -99,7 +99,7 @@ def operands(product: str) -> list[tuple[str, str, str, str]]:
 
 
 def numbers(name: str) -> Any:
-    """What a picture shows."""
+    """The numbers of a picture."""
     if name == "blocks":
         return {format: bit_fields(format) for format in FORMATS}
     if name == "gathered":
@@ -124,15 +124,15 @@ def number_lines(axes: Any) -> None:
 
 
 def scale_rules(axes: Any) -> None:
-    for row, found in enumerate(numbers("scale_rules").values()):
-        codes = found["scale"] * np.asarray(positive_values(E2M1)) * 6
+    for row, rule in enumerate(numbers("scale_rules").values()):
+        codes = rule["scale"] * np.asarray(positive_values(E2M1)) * 6
         axes.vlines([*-codes, 0, *codes], row - 0.35, row + 0.35, colors="0.75", linewidth=0.8)
-        for before, after in zip(found["before"], found["after"], strict=True):
+        for before, after in zip(rule["before"], rule["after"], strict=True):
             axes.plot(
                 [before, after], [row + 0.15, row - 0.15], color=BLUE, linestyle="-", linewidth=0.9
             )
-        axes.plot(found["before"], [row + 0.15] * 32, ".", color="0.3", markersize=4)
-        axes.text(8.8, row, f"scale {found['scale']:g}\n{found['sqnr']:.1f} dB", va="center")
+        axes.plot(rule["before"], [row + 0.15] * 32, ".", color="0.3", markersize=4)
+        axes.text(8.8, row, f"scale {rule['scale']:g}\n{rule['sqnr']:.1f} dB", va="center")
     axes.set_yticks(range(len(RULES)), [rule.upper() for rule in RULES])
     axes.invert_yaxis()
     axes.grid(visible=False)
@@ -140,10 +140,12 @@ def scale_rules(axes: Any) -> None:
 
 
 def amplitude(axes: Any) -> None:
-    found = {name: 100 * np.maximum(own, 1e-4) for name, own in numbers("amplitude").items()}
+    percent = {
+        name: 100 * np.maximum(errors, 1e-4) for name, errors in numbers("amplitude").items()
+    }
     places = panels(axes, 2, 4, height=1.7)
-    for place, (format, errors) in zip(places.flat, found.items(), strict=False):
-        for other in found.values():
+    for place, (format, errors) in zip(places.flat, percent.items(), strict=False):
+        for other in percent.values():
             place.plot(-AMPLITUDES, other, color="0.8", linestyle="-", linewidth=0.7)
         place.plot(-AMPLITUDES, errors, color=BLUE, linestyle="-", linewidth=1.8)
         place.set_title(format, fontsize=9)
@@ -159,18 +161,18 @@ def amplitude(axes: Any) -> None:
 def blocks(axes: Any) -> None:
     """32 values of each format; a field is as long as its bits."""
     colors = {"scale": GRAY, "sign": RED, "exponent": BLUE, "mantissa": "#A6CEE3"}
-    for row, found in enumerate(numbers("blocks").values()):
+    for row, bits_of in enumerate(numbers("blocks").values()):
         at = 0
         for position in range(32):
             fields = ["sign", "exponent", "mantissa"]
-            if position % found["block"] == 0:
+            if position % bits_of["block"] == 0:
                 fields.insert(0, "scale")
             for field in fields:
-                bits = found[field]
+                bits = bits_of[field]
                 axes.barh(row, bits, left=at, height=0.6, color=colors[field], linewidth=0)
                 at += bits
             axes.vlines(at, row - 0.3, row + 0.3, colors="white", linewidth=0.6)
-        axes.text(at + 4, row, f"{found['each']:g} bits a value", va="center", fontsize=8)
+        axes.text(at + 4, row, f"{bits_of['each']:g} bits a value", va="center", fontsize=8)
     for field, color in colors.items():
         axes.barh(0, 0, color=color, label={"mantissa": "mantissa or digits"}.get(field, field))
     axes.legend(fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
@@ -238,7 +240,7 @@ def gathered(axes: Any) -> None:
     axes.set_axis_off()
 
 
-# The page of each, and what draws it.
+# The page and the drawing function of each.
 PICTURES = {
     "number_lines": ("numerics", number_lines),
     "scale_rules": ("numerics", scale_rules),
@@ -255,4 +257,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     main()

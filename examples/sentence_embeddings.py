@@ -77,18 +77,18 @@ def check(options: argparse.Namespace) -> None:
 
 
 def sentences_of(options: argparse.Namespace) -> list[str]:
-    """What is embedded; the query, if there is one, comes last."""
-    found = standard_library(options.limit) if options.file is None else of_file(options.file)
-    found += [] if options.query is None else [options.query]
-    if len(found) < 2:
-        raise ValueError(f"needs at least two sentences, got {len(found)}")
-    return found
+    """The sentences to embed; the query, if there is one, comes last."""
+    sentences = standard_library(options.limit) if options.file is None else of_file(options.file)
+    sentences += [] if options.query is None else [options.query]
+    if len(sentences) < 2:
+        raise ValueError(f"needs at least two sentences, got {len(sentences)}")
+    return sentences
 
 
 def way(
     options: argparse.Namespace, exact: Embedder, tokenize: weights.Tokenize, texts: list[str]
 ) -> calibrate.Way | None:
-    """How codes are found: not by the texts that they are judged by."""
+    """The way to choose codes: not by the texts that judge them."""
     if options.calibrate is None:
         return None
     if options.calibrate == "scales":
@@ -112,7 +112,7 @@ def embed(embedder: Embedder, tokens: list[list[int]], what: str) -> tuple[np.nd
 
 
 def show(console: Console, options: argparse.Namespace, texts: list[str], vectors: np.ndarray):
-    """Sentences and what is nearest to them, or what is nearest to the query."""
+    """Sentences and their nearest neighbors, or those of the query."""
     table = Table("sentence", "nearest other one", "cosine", box=None, padding=(0, 1))
     if options.query is None:
         nearest, similar = neighbors(vectors, 1)
@@ -136,8 +136,8 @@ def run(options: argparse.Namespace) -> None:
     exact, tokens = Embedder(Encoder(config), {"params": jax.device_put(params)}), tokenize(texts)
     used, name = exact, "float32"
     if options.format is not None:
-        given = (options.scale_rule, options.activations, options.words)
-        choice = Choice(options.format, *given)
+        formats = (options.scale_rule, options.activations, options.words)
+        choice = Choice(options.format, *formats)
         used = quantized(exact.model, exact.variables, choice, way(options, exact, tokenize, texts))
         name = options.format
     vectors, speed = embed(used, tokens, name)

@@ -85,7 +85,7 @@ def load_corpus(path: Path | None, settings: Settings) -> Corpus:
 
 
 def environment(data: Path | None) -> dict[str, str]:
-    """What a reader of the results wants to know besides the settings."""
+    """The environment of the results."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     return {
         "data": str(data or "Python's standard library"),
@@ -168,7 +168,7 @@ def run(output: Output, corpus: Corpus, prompt: np.ndarray, arguments: argparse.
 
 
 def open_output(output: Output, arguments: argparse.Namespace) -> None:
-    """Makes the folder ready: in one process, then the others read what is there."""
+    """Makes the folder ready in one process; then the others read it."""
     if is_first():
         output.open(resume=arguments.resume, overwrite=arguments.overwrite)
     wait_for_all("output")
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def work(argv: Sequence[str], launch: Launch) -> int:
-    """What one process does."""
+    """The work of one process."""
     launch.join()
     command_line = CommandLine(__doc__ or "", default=DEFAULT, quick=QUICK, recipes=DEFAULT_RECIPES)
     arguments, settings = command_line.parse(argv)

@@ -56,9 +56,9 @@ class Model(nn.Module):
         x = nn.Dense(WIDTH)(x)
         for _ in range(LAYERS):
             dense = nn.Dense if self.recipe is None else mx_jax.nn.linen.Dense
-            own = {} if self.recipe is None else {"recipe": self.recipe}
-            y = dense(4 * WIDTH, **own)(nn.LayerNorm()(x))
-            x = x + dense(WIDTH, **own)(nn.gelu(y))
+            options = {} if self.recipe is None else {"recipe": self.recipe}
+            y = dense(4 * WIDTH, **options)(nn.LayerNorm()(x))
+            x = x + dense(WIDTH, **options)(nn.gelu(y))
         return nn.Dense(10)(x)
 
 
@@ -112,17 +112,21 @@ def batches(steps: int, mesh: jax.sharding.Mesh) -> Any:
         )
 
 
-def received(step: Any, *operands: Any) -> collections.Counter[str]:
+def compiled(step: Any, *operands: Any) -> tuple[Any, str]:
+    """The compiled step, and its program as XLA's partitioner left it, with all collectives."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        run = step.lower(*operands).compile(compiler_options=dump)
+        (file,) = Path(folder).glob("*jit_step*.after_spmd-partitioning.*.txt")
+        return run, file.read_text()
+
+
+def received(program: str) -> collections.Counter[str]:
     """Bytes that a device receives in one step, by dtype, as in a ring.
 
     Of n devices each lacks `(n - 1) / n` of what is gathered, scattered or exchanged, and twice
     that of what is summed, unless it keeps a slice alone: GPUs scatter such sums.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-        step.lower(*operands).compile(compiler_options=dump)
-        (file,) = Path(folder).glob("*jit_step*.after_spmd-partitioning.*.txt")
-        program = file.read_text()
     lacking = (DEVICES - 1) / DEVICES
     shares = {
         "all-gather": lacking,
@@ -131,15 +135,15 @@ def received(step: Any, *operands: Any) -> collections.Counter[str]:
         "reduce-scatter": DEVICES - 1,
         "collective-permute": 1,
     }
-    found = collections.Counter[str]()
+    counts = collections.Counter[str]()
     line = rf"%([\w.-]+) = (\(.*?\)|\S+) ({'|'.join(shares)})\("
     for name, results, kind in re.findall(line, program):
         uses = re.findall(rf"= \S+ ([\w-]+)\(.*%{re.escape(name)}\b", program)
         is_scattered = kind == "all-reduce" and set(uses) == {"dynamic-slice"}
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
             size = math.prod(int(n) for n in shape.split(",") if n) * int(dtype[1:]) // 8
-            found[dtype] += round(size * (lacking if is_scattered else shares[kind]))
-    return found
+            counts[dtype] += round(size * (lacking if is_scattered else shares[kind]))
+    return counts
 
 
 def run(options: argparse.Namespace) -> None:
@@ -151,24 +155,25 @@ def run(options: argparse.Namespace) -> None:
     counts = {}
     for recipe in (None, options.recipe):
         step, params, state = training(recipe, mesh)
-        counts[recipe] = received(step, params, state, *first, keys[0])
+        train, program = compiled(step, params, state, *first, keys[0])
+        counts[recipe] = received(program)
     whole = counts[None].total()
-    for recipe, found in counts.items():
-        parts = ", ".join(f"{size / 2**20:.1f} as {dtype}" for dtype, size in found.items())
-        share = found.total() / whole
-        say(f"{recipe or 'float32':10} receives {found.total() / 2**20:6.1f} MiB a step", end="")
+    for recipe, count in counts.items():
+        parts = ", ".join(f"{size / 2**20:.1f} as {dtype}" for dtype, size in count.items())
+        share = count.total() / whole
+        say(f"{recipe or 'float32':10} receives {count.total() / 2**20:6.1f} MiB a step", end="")
         say(f" ({share:.2f} of plain JAX's): {parts}", flush=True)
     for number, batch in enumerate(batches(options.steps, mesh), 1):
-        params, state, loss = step(params, state, *batch, keys[number - 1])
+        params, state, loss = train(params, state, *batch, keys[number - 1])
         if number % 20 == 0 or number in (1, options.steps):
             say(f"step {number:4}  loss {float(loss):.4f}", flush=True)
 
 
 def start_all(processes: int) -> int:
     """Starts this program so many times; the exit status of the first that fails."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
     workers = [
         subprocess.Popen(
             [sys.executable, *sys.argv], env=os.environ | {COORDINATOR: f"{address} {index}"}

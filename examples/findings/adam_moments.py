@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -36,8 +36,8 @@ def second_moment(v: jax.Array, key: jax.Array) -> Any:
     q = mx_jax.quantize(root, FORMAT, scale_rule="rceil", rounding="toward_zero")
     codes = jnp.maximum(q.codes, 1)
     low, high = (
-        mx_jax.dequantize(_with_codes(q, own))
-        for own in (codes, jnp.minimum(codes + 1, FORMAT.element.max_code))
+        mx_jax.dequantize(_with_codes(q, neighbor))
+        for neighbor in (codes, jnp.minimum(codes + 1, FORMAT.element.max_code))
     )
     # As products of differences and sums: squares of small roots are no float32 numbers.
     odds = (root - low) / jnp.where(high > low, high - low, 1) * ((root + low) / (high + low))
@@ -63,8 +63,8 @@ def from_root(q: Any) -> jax.Array:
 
 def _plain(**options: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def store(v: jax.Array, key: jax.Array) -> jax.Array:
-        own = {"key": key} if options["rounding"] == "stochastic" else {}
-        return mx_jax.cast(v, FORMAT, scale_rule="rceil", **options, **own)
+        bits = {"key": key} if options["rounding"] == "stochastic" else {}
+        return mx_jax.cast(v, FORMAT, scale_rule="rceil", **options, **bits)
 
     return store
 
@@ -113,8 +113,8 @@ def losses(optimizer: optax.GradientTransformation, steps: int = 600) -> np.ndar
     params = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
 
     def loss(params: Any, rows: jax.Array) -> jax.Array:
-        found = jnp.asarray(x)[rows] @ params["kernel"] + params["bias"]
-        return jnp.mean(jnp.square(found - jnp.asarray(y)[rows]))
+        predicted = jnp.asarray(x)[rows] @ params["kernel"] + params["bias"]
+        return jnp.mean(jnp.square(predicted - jnp.asarray(y)[rows]))
 
     def step(carry: Any, number: jax.Array) -> Any:
         params, state = carry
@@ -135,10 +135,11 @@ def draw(axes: Any) -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for way in WAYS:
-        found = run(way)
-        print(f"{way:22} mean {found['mean'][-1]:8.3f}  zeros {100 * found['zeros'][-1]:5.1f} %")
+        shown = run(way)
+        print(f"{way:22} mean {shown['mean'][-1]:8.3f}  zeros {100 * shown['zeros'][-1]:5.1f} %")
     adam = optax.adamw(1e-2)
-    for name, own in ("float32", adam), ("MXFP8", mx_jax.quantize_state(adam)):
-        print(f"{name:7} loss of the last 50 batches {losses(own)[-50:].mean():.4f}")
+    for name, optimizer in ("float32", adam), ("MXFP8", mx_jax.quantize_state(adam)):
+        print(f"{name:7} loss of the last 50 batches {losses(optimizer)[-50:].mean():.4f}")
     save("adam_moments", draw)

@@ -1,7 +1,8 @@
-"""What drawings of the docs share: one style and palette, and where they are written."""
+"""The style and palette of the docs' drawings, and the folder where they are written."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable
@@ -15,7 +16,7 @@ matplotlib.use("Agg")  # before pyplot: no display needed
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images" / "findings"
-# After Okabe and Ito: told apart with any colour vision, on white and on what site.css makes of it.
+# After Okabe and Ito: distinct with any colour vision, on white and as site.css inverts it.
 BLUE, RED, GRAY, PINK = COLORS = ("#0072B2", "#D55E00", "#303030", "#CC79A7")
 # Curves differ in their dashes too.
 _DASHES = ("-", "--", ":", "-.")
@@ -34,8 +35,14 @@ STYLE = {
 }
 
 
+def parse_no_options(description: str | None) -> None:
+    """Answers `--help`, and refuses every other argument, before a script draws anything."""
+    description, _, _ = (description or "").partition("\n\n")
+    argparse.ArgumentParser(description=f"{description} Writes drawings of docs/.").parse_args()
+
+
 def digest(*scripts: Path, numbers: Any = None) -> str:
-    """Of what a drawing is made by, this file among it, and of the numbers that it shows."""
+    """The hash of a drawing's scripts, this file among them, and of its numbers."""
     texts = [script.read_text(encoding="utf-8") for script in (Path(__file__), *scripts)]
     return hashlib.sha256(json.dumps([texts, numbers]).encode()).hexdigest()
 
@@ -67,7 +74,7 @@ def panels(axes: Any, rows: int, columns: int, height: float) -> Any:
     """Small multiples in place of a plot: an array of axes that share both scales.
 
     Args:
-      axes: what they take the place of.
+      axes: to replace.
       rows: of panels.
       columns: of panels.
       height: of a row, in inches.

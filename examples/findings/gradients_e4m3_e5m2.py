@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -42,7 +42,7 @@ def sqnr(octaves: float, format: str) -> float:
 def draw(axes: Any) -> None:
     octaves = np.linspace(0, 12, 25)
     for format in FORMATS:
-        errors = [100 * relative_error(float(own), format) for own in octaves]
+        errors = [100 * relative_error(float(octave), format) for octave in octaves]
         axes.plot(octaves, errors, label=format)
     axes.set(
         xlabel="spread of values (standard deviation of their exponents)",
@@ -52,6 +52,7 @@ def draw(axes: Any) -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for octaves in (0.0, 4.0, 8.0, 12.0):
         for format in FORMATS:
             print(octaves, format, relative_error(octaves, format), sqnr(octaves, format))

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 from mx_jax.recipes import Hadamard, MatmulSpec, operand
@@ -54,6 +54,7 @@ def draw(axes: Any) -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for outlier in (1.0, 10.0, 100.0):
         print(outlier, {size: round(sqnr(size, outlier), 2) for size in SIZES})
     save("hadamard_sizes", draw)

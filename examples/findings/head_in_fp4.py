@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -44,7 +44,7 @@ def vanished(format: str, temperature: float = 2.0) -> float:
 def draw(axes: Any) -> None:
     temperatures = np.linspace(0, 4, 21)
     for format in FORMATS:
-        shares = [100 * kept(format, float(own)) for own in temperatures]
+        shares = [100 * kept(format, float(temperature)) for temperature in temperatures]
         axes.plot(temperatures, shares, label=format)
     axes.set(
         xlabel="deviation of the logits", ylabel="sum of small gradients kept (%)", ylim=(0, None)
@@ -53,6 +53,7 @@ def draw(axes: Any) -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for format in FORMATS:
         print(format, kept(format), vanished(format))
     save("head_in_fp4", draw)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -43,6 +43,7 @@ def draw(axes: Any) -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for rule in RULES:
         print(rule, measure(gains(), rule))
     save("layernorm_gains", draw)

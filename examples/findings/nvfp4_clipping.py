@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -51,13 +51,14 @@ def measure() -> dict[str, float]:
 
 
 def draw(axes: Any) -> None:
-    found = room(blocks())
-    axes.hist(found[found < 1], bins=np.linspace(0.93, 1, 36), label="clipped")
-    axes.hist(found[found >= 1], bins=np.linspace(1, 1.07, 36), label="not")
+    rooms = room(blocks())
+    axes.hist(rooms[rooms < 1], bins=np.linspace(0.93, 1, 36), label="clipped")
+    axes.hist(rooms[rooms >= 1], bins=np.linspace(1, 1.07, 36), label="not")
     axes.set(xlabel="6 x scale / largest value of the block", ylabel="blocks")
     axes.legend()
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     print(measure())
     save("nvfp4_clipping", draw)

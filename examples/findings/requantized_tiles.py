@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -30,22 +30,26 @@ def measure(format: str) -> dict[str, float]:
     x = jax.random.normal(jax.random.key(0), (1024, 1024))
     options = {} if FORMATS[format] is None else {"scale_rule": FORMATS[format]}
     kept = mx_jax.cast(x, format, axis=1, **options)
-    twice = mx_jax.cast(kept, format, axis=0, **options)
+    requantized = mx_jax.cast(kept, format, axis=0, **options)
     once = mx_jax.cast(x, format, axis=0, **options)
-    return {"once": mx_jax.inspect.sqnr_db(x, once), "twice": mx_jax.inspect.sqnr_db(x, twice)}
+    return {
+        "once": mx_jax.inspect.sqnr_db(x, once),
+        "twice": mx_jax.inspect.sqnr_db(x, requantized),
+    }
 
 
 def draw(axes: Any) -> None:
-    found = [measure(format) for format in FORMATS]
+    sqnr = [measure(format) for format in FORMATS]
     places = np.arange(len(FORMATS))
-    axes.bar(places - 0.2, [own["once"] for own in found], 0.4, label="from the values")
-    axes.bar(places + 0.2, [own["twice"] for own in found], 0.4, label="from kept codes")
+    axes.bar(places - 0.2, [db["once"] for db in sqnr], 0.4, label="from the values")
+    axes.bar(places + 0.2, [db["twice"] for db in sqnr], 0.4, label="from kept codes")
     axes.set_xticks(places, FORMATS)
     axes.set(ylabel="SQNR (dB)", ylim=(0, 42))
     axes.legend(ncols=2)
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for format in FORMATS:
         print(format, measure(format))
     save("requantized_tiles", draw)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from findings_figure import save
+from findings_figure import parse_no_options, save
 
 import mx_jax
 
@@ -66,6 +66,7 @@ def draw(axes: Any) -> None:
 
 
 if __name__ == "__main__":
+    parse_no_options(__doc__)
     for way in WAYS:
         print(way, measure(way))
     save("stochastic_clipping", draw)

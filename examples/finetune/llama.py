@@ -38,7 +38,7 @@ ZEROS = nnx.initializers.zeros
 
 
 class Block(nnx.Module):
-    """Attention and a gated layer, each added to what it reads."""
+    """Attention and a gated layer, each added to its input."""
 
     def __init__(self, config: LlamaConfig, rank: int | None, *, rngs: nnx.Rngs):
         layer = nnx.Linear
@@ -105,7 +105,7 @@ def read_llama(
       path: of the file or the folder; quantized weights become the values that they stand for.
       layers: how many blocks to take, from the first; None: all.
       rank: of adapters.
-      rngs: what adapters are initialized with.
+      rngs: for the adapters.
     """
     source = open_model(path)
     config = dataclasses.replace(source.config, layers=min(layers or 2**30, source.config.layers))
@@ -146,7 +146,7 @@ def write_llama(model: Llama, folder: Path, like: Path) -> None:
 
 
 def config_of(config: LlamaConfig) -> dict[str, Any]:
-    """What a config.json says of a model's sizes.
+    """A model's sizes from its config.json.
 
     Raises:
       ValueError: rotary embeddings whose frequencies a file lists one by one.
@@ -173,7 +173,7 @@ def config_of(config: LlamaConfig) -> dict[str, Any]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Write what a GGUF file says of its tokenizer; returns what config.json has of it."""
+    """Writes the tokenizer of a GGUF file; returns its part of config.json."""
     tokenizer.encoder.save(str(folder / "tokenizer.json"))
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.template}
     said |= tokenizer.words

@@ -64,7 +64,7 @@ from mx_jax.recipes import Recipe
 # Embedding, norms, attention's products and the head stay in float32.
 PRODUCTS = "blocks/(qkv|attention_out|gate_up|down)"
 WAYS = ("float32", "mxfp8", "nvfp4", "qat:mxfp4", "lora:mxfp4")
-# What a run may not change when it is taken up again.
+# Options that a resumed run may not change.
 FIXED = ("model", "text", "layers", "steps", "batch", "context", "windows", "lr", "rank", "seed")
 FIXED += ("states", "teacher")
 
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, whose defaults are those that a run began with if it is taken up again.
+    """The options; a resumed run's defaults are those that it began with.
 
     Raises:
       ValueError: options that make no sense, or that the run did not begin with.
@@ -146,9 +146,9 @@ def folder_of(way: str, options: argparse.Namespace) -> Path:
 
 
 def fixed(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run may not change when it is taken up again."""
-    found = {name: getattr(options, name) for name in FIXED}
-    return found | {"text": options.text and str(options.text)}
+    """The options that a resumed run may not change."""
+    settings = {name: getattr(options, name) for name in FIXED}
+    return settings | {"text": options.text and str(options.text)}
 
 
 def check(options: argparse.Namespace) -> None:
@@ -192,9 +192,9 @@ def read_text(path: Path | None) -> str:
             raise ValueError(f"{path} is no text in UTF-8: {error}") from None
     from pydoc_data.topics import topics
 
-    found = [topics[name] for name in sorted(topics)]
-    random.Random(0).shuffle(found)
-    return "\n\n".join(found)
+    chapters = [topics[name] for name in sorted(topics)]
+    random.Random(0).shuffle(chapters)
+    return "\n\n".join(chapters)
 
 
 class Data:
@@ -225,7 +225,7 @@ class Data:
 
 
 def recipe_of(way: str) -> Recipe | None:
-    """What the products of a way are multiplied by; None: nothing is quantized.
+    """The recipe of a way's products; None: nothing is quantized.
 
     Raises:
       ValueError: neither a recipe nor a format that is known.
@@ -239,7 +239,7 @@ def recipe_of(way: str) -> Recipe | None:
 
 
 def prepare(way: str, options: argparse.Namespace) -> tuple[Llama, Any]:
-    """The model of a way, and what of it is trained, as a filter of nnx."""
+    """The model of a way, and its trained variables as a filter of nnx."""
     recipe, is_lora = recipe_of(way), way.startswith("lora:")
     rank = options.rank if is_lora else None
     model = read_llama(options.path, layers=options.layers, rank=rank, rngs=nnx.Rngs(options.seed))
@@ -294,8 +294,8 @@ def validate(model: Llama, data: Data, batch: int) -> list[float]:
 def adamw(peak: float, steps: int, states: str) -> optax.GradientTransformation:
     """Warmed up and decayed to a tenth. Cached: one step that is equal is traced once."""
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, end_value=peak / 10)
-    found = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
-    return found if states == "float32" else quantize_state(found)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+    return optimizer if states == "float32" else quantize_state(optimizer)
 
 
 def train(
@@ -317,7 +317,7 @@ def train(
     # Adapters learn ten times as fast.
     peak = options.lr * (10 if trained is nnx.LoRAParam else 1)
     optimizer = nnx.Optimizer(model, adamw(peak, options.steps, options.states), wrt=trained)
-    # What steps change: stored codes come from the model's file again.
+    # The variables that steps change: stored codes come from the model's file again.
     changing = (trained, nnx.RngCount)
     folder = folder_of(way, options)
     keep = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
@@ -331,10 +331,10 @@ def train(
             run: dict[str, Any] = {"before": validate(model, data, options.batch), "train": []}
         else:
             like = {"state": ocp.args.StandardRestore(state()), "run": ocp.args.JsonRestore()}
-            found = checkpoints.restore(latest, args=ocp.args.Composite(**like))
-            run = found["run"]
-            nnx.update(model, found["state"]["model"])
-            nnx.update(optimizer, found["state"]["optimizer"])
+            restored = checkpoints.restore(latest, args=ocp.args.Composite(**like))
+            run = restored["run"]
+            nnx.update(model, restored["state"]["model"])
+            nnx.update(optimizer, restored["state"]["optimizer"])
         seconds = []
         for step in range(len(run["train"]), options.steps):
             started = time.perf_counter()
@@ -345,7 +345,7 @@ def train(
             if (step + 1) % options.every == 0 and step + 1 < options.steps:
                 items = {"state": ocp.args.StandardSave(state()), "run": ocp.args.JsonSave(run)}
                 checkpoints.save(step + 1, args=ocp.args.Composite(**items))
-    # Of the steps since it began or was taken up, but for the first, which compiles.
+    # Of the steps since it began or resumed, but for the first, which compiles.
     run["step_seconds"] = float(np.median(seconds[1:])) if seconds[1:] else None
     run["after"] = validate(model, data, options.batch)
     write_llama(model, folder, options.path)
@@ -374,10 +374,10 @@ def table(runs: dict[str, Any]) -> Table:
     """Losses by way, beside those of the first."""
     first = next(iter(runs))
     columns = (Column("way", overflow="fold"), "before", "after", f"over {first}", "n", "s/step")
-    found = Table(*columns, box=None, padding=(0, 1))
+    result = Table(*columns, box=None, padding=(0, 1))
     for way, run in runs.items():
         over = np.subtract(run["after"], runs[first]["after"])
-        found.add_row(
+        result.add_row(
             way,
             interval(run["before"]) if "before" in run else "",
             interval(run["after"]),
@@ -385,7 +385,7 @@ def table(runs: dict[str, Any]) -> Table:
             str(len(over)),
             f"{run['step_seconds']:.2f}" if run.get("step_seconds") else "",
         )
-    return found
+    return result
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -121,6 +121,8 @@ def print_stats(generator: Generator, times: Sequence[float]) -> None:
     if len(ends) > 1:
         speed = generator.stride / float(np.median(np.diff(ends)))
         print(f"{speed:.1f} tokens/s ({1e3 / speed:.2f} ms a token, median)", file=sys.stderr)
+    else:
+        print(f"no tokens/s: needs more than {2 * generator.stride} tokens", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,13 +25,13 @@ def number(fields: Mapping[str, Any], name: str, default: float | None = None) -
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a checkpoint calls the tensors of a Llama."""
+    """A checkpoint's names of the tensors of a Llama."""
 
     # Names by field, those of a block with its number in braces; a head is absent where the
     # embedding is its matrix.
     tensors: Mapping[str, str]
-    # Whether the pairs of features that are turned lie next to each other in the rows of a
-    # head's queries and keys, instead of half a head apart.
+    # Whether the pairs of rotated features lie next to each other in the rows of a head's queries
+    # and keys, instead of half a head apart.
     adjacent: bool
 
     def of(self, field: str, index: int | None = None) -> str:
@@ -70,7 +70,7 @@ class LlamaConfig:
     head_width: int  # features of a head, even
     hidden: int  # features of the feed-forward layer
     rope_theta: float = 10000.0  # base of the rotary embedding's wavelengths
-    # What the frequency of each pair of features is divided by, to reach beyond a first context.
+    # Divisors of the frequency of each pair of features, for longer contexts.
     rope_divisors: tuple[float, ...] | None = None
     epsilon: float = 1e-5  # of the norms
     context: int = 2048  # most tokens that the model was trained for
@@ -93,13 +93,13 @@ SIZES = {
 
 def sizes_of(fields: Mapping[str, Any], column: int) -> dict[str, int]:
     """The sizes that a file states, by the column of its names in `SIZES`."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for size, names in SIZES.items():
-        default = {"kv_heads": found.get("heads"), "context": 2048}.get(size)
+        default = {"kv_heads": sizes.get("heads"), "context": 2048}.get(size)
         if size == "head_width":
-            default = found["width"] // found["heads"]
-        found[size] = int(number(fields, names[column], default))
-    return found
+            default = sizes["width"] // sizes["heads"]
+        sizes[size] = int(number(fields, names[column], default))
+    return sizes
 
 
 def config_from_json(fields: Mapping[str, Any], names: Container[str]) -> LlamaConfig:
@@ -153,7 +153,7 @@ def config_from_gguf(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> L
     )
 
 
-# Ways in which a model reaches beyond its first context, by the hub's names.
+# Ways to extend a model's first context, by the hub's names.
 SCALINGS = ("default", "linear", "llama3")
 
 

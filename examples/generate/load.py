@@ -87,7 +87,7 @@ WHOLE = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
 def formats_of(text: str) -> dict[str, BlockFormat]:
     """The block format of each part of a model, from a text such as `mxfp6_e2m3,head=mxint8`."""
     first, *others = text.split(",")
-    found = dict.fromkeys(FORMAT_PARTS, block_format(first))
+    formats = dict.fromkeys(FORMAT_PARTS, block_format(first))
     for each in others:
         part, _, name = each.partition("=")
         if part not in FORMAT_PARTS:
@@ -95,8 +95,8 @@ def formats_of(text: str) -> dict[str, BlockFormat]:
                 f"generate: needs PART=FORMAT after a comma, of {', '.join(FORMAT_PARTS)}, got "
                 f"format={text!r}"
             )
-        found[part] = block_format(name)
-    return found
+        formats[part] = block_format(name)
+    return formats
 
 
 def recipe_for(activations: str | None, formats: Sequence[BlockFormat] = ()) -> Recipe:
@@ -174,12 +174,12 @@ def params_of(
         }
         for name, parts in PRODUCTS.items():
             kernels = [tensor(part, index) for part in parts]
-            turned = [names.adjacent and part in ("query", "key") for part in parts]
-            widths = tuple(config.head_width * each for each in turned)
+            interleaved = [names.adjacent and part in ("query", "key") for part in parts]
+            widths = tuple(config.head_width * each for each in interleaved)
             apart = zip(parts, kernels, widths, strict=True)
             each = [(part, [w], (width,)) for part, w, width in apart]
-            for path, *given in [(name, kernels, widths)] if can_join(kernels) else each:
-                params[path] = {"kernel": store(f"layers_{index}/{path}", *given).T}
+            for path, *weights in [(name, kernels, widths)] if can_join(kernels) else each:
+                params[path] = {"kernel": store(f"layers_{index}/{path}", *weights).T}
         return params
 
     params: dict[str, Any] = {
@@ -205,19 +205,19 @@ def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
     """Matrices below each other, of arrays or of MXArrays; pairs of features in heads of so many
     `widths`, not 0, lie next to each other, as llama.cpp has them, and are put half a head apart.
     """
-    turned = list(parts)
+    reordered = list(parts)
     for place, width in enumerate(widths):
         if width:
             w = parts[place]
             pairs = w.reshape(-1, width // 2, 2, w.shape[1])
-            turned[place] = pairs.transpose(0, 2, 1, 3).reshape(w.shape)
+            reordered[place] = pairs.transpose(0, 2, 1, 3).reshape(w.shape)
     if len(parts) == 1:
-        return turned[0]
+        return reordered[0]
     if not isinstance(parts[0], MXArray):
-        return jnp.concatenate(turned)
-    codes, scales = zip(*((w.codes, w.scales) for w in turned), strict=True)
+        return jnp.concatenate(reordered)
+    codes, scales = zip(*((w.codes, w.scales) for w in reordered), strict=True)
     return dataclasses.replace(
-        turned[0], codes=jnp.concatenate(codes), scales=jnp.concatenate(scales)
+        reordered[0], codes=jnp.concatenate(codes), scales=jnp.concatenate(scales)
     )
 
 
@@ -258,10 +258,12 @@ def load(
             stacklevel=2,
         )
     recipe, tokenizer = recipe_for(activations, tuple(formats.values())), source.tokenizer()
-    given = source.weights, source.config, source.names, quantized(formats, recipe)
+    store = quantized(formats, recipe)
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
-        params=params_of(*given, stored=stored, dtype=dtype),
+        params=params_of(
+            source.weights, source.config, source.names, store, stored=stored, dtype=dtype
+        ),
         cache=None if cache is None or cache in DTYPES else block_format(cache),
         cache_dtype=DTYPES.get(cache or "", dtype),
         sampling=sampling,

@@ -147,8 +147,8 @@ class Block(nn.Module):
         y = self._together("qkv", (heads * width, shared * width, shared * width), y)
         y = y.reshape(batch, tokens, heads + 2 * shared, config.head_width)
         with jax.named_scope("rotary"):
-            turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
-        query, keys = jnp.split(turned, [heads], 2)
+            rotated, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
+        query, keys = jnp.split(rotated, [heads], 2)
         if cache is None:
             attended = jax.nn.dot_product_attention(query, keys, values, is_causal=True)
         else:

@@ -35,7 +35,7 @@ class Tokenizer:
         return self.encoder.decode(list(tokens), skip_special_tokens=True)
 
     def chat(self, message: str) -> str:
-        """The text that asks the model to answer a message, by the model's own template."""
+        """A message as a prompt, by the model's chat template."""
         if not self.template:
             raise ValueError("generate: the model has no chat template; leave --chat out")
         messages = [{"role": "user", "content": message}]
@@ -52,8 +52,8 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How text is cut before pairs are merged, by llama.cpp's name for it; each given the module
-# `tokenizers`. Who has one more adds a row.
+# Ways to cut text before pairs are merged, by llama.cpp's names: functions of the module
+# `tokenizers`. One more is a row.
 CUTS: dict[str, Callable[[Any], list[Any]]] = {
     "smollm": lambda t: [t.pre_tokenizers.Digits(individual_digits=True), _bytes(t)],
     "gpt-2": lambda t: [_bytes(t)],

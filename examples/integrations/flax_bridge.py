@@ -7,7 +7,7 @@ recipe inside a linen model (`nnx.bridge.ToLinen`). Both draw from the stream "q
 import flax.linen as nn
 import jax
 from flax import nnx
-from shared import CLASSES, FEATURES, Report, show, train_linen, train_nnx
+from shared import CLASSES, FEATURES, Report, run_command, show, train_linen, train_nnx
 
 import mx_jax
 from mx_jax.nn.linen import DotGeneral
@@ -16,7 +16,7 @@ RECIPE = "mxfp4_stochastic"
 
 
 class NnxModel(nnx.Module):
-    """A linen layer inside nnx. It is given a first input when it is made."""
+    """A linen layer inside nnx, which gets a first input when it is made."""
 
     def __init__(self, rngs: nnx.Rngs):
         layer = nn.Dense(FEATURES, dot_general_cls=DotGeneral(RECIPE), name="hidden")
@@ -46,9 +46,9 @@ def main(steps: int = 20) -> dict[str, tuple[list[float], Report]]:
     results = {"linen in nnx": train_nnx(NnxModel(nnx.Rngs(0, quantize=1)), steps)}
     print("\nnnx in linen")
     results["nnx in linen"] = train_linen(LinenModel(), steps)
-    show(f"{name}\n{found}\n" for name, (_, found) in results.items())
+    show(f"{name}\n{layers}\n" for name, (_, layers) in results.items())
     return results
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

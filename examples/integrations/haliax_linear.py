@@ -12,7 +12,18 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import optax
-from shared import CLASSES, FEATURES, TOKENS, Report, cross_entropy, data, report, show, train
+from shared import (
+    CLASSES,
+    FEATURES,
+    TOKENS,
+    Report,
+    cross_entropy,
+    data,
+    report,
+    run_command,
+    show,
+    train,
+)
 
 import mx_jax
 
@@ -100,10 +111,10 @@ def main(steps: int = 20) -> tuple[list[float], Report]:
 
     state = (model, optimizer.init(model))
     compiled = step.lower(state, 0).compile()
-    losses, found = train(compiled, state, steps), report(compiled.as_text())
-    show([found])
-    return losses, found
+    losses, layers = train(compiled, state, steps), report(compiled.as_text())
+    show([layers])
+    return losses, layers
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

@@ -24,7 +24,7 @@ from levanter.models.lm_model import LmConfig, LmExample
 from levanter.optim import AdamConfig
 from levanter.tracker import NoopConfig
 from levanter.trainer import Trainer, TrainerConfig
-from shared import Report, report, show
+from shared import Report, report, run_command, show
 
 import mx_jax
 
@@ -47,7 +47,7 @@ Batch, Vocab = hax.make_axes(batch=8, vocab=32)
 
 
 def batches(config: LlamaConfig, steps: int) -> list[LmExample]:
-    """Sequences that count up from where they start, by a step of their own."""
+    """Sequences that count up, each from its start and by its step."""
     rng = np.random.default_rng(0)
     start, by = (rng.integers(1, 5, (steps, Batch.size, 1)) for _ in range(2))
     rows = (start + by * np.arange(config.Pos.size)) % Vocab.size
@@ -55,8 +55,8 @@ def batches(config: LlamaConfig, steps: int) -> list[LmExample]:
     # The last position has no next one.
     mask = hax.named(np.arange(config.Pos.size) < config.Pos.size - 1 + 0 * rows[0], axes)
     return [
-        LmExample(hax.named(own.astype(np.int32), axes), mask, AttentionMask.causal())
-        for own in rows
+        LmExample(hax.named(row.astype(np.int32), axes), mask, AttentionMask.causal())
+        for row in rows
     ]
 
 
@@ -110,12 +110,12 @@ def main(steps: int = 20, recipe: str = "mxfp8") -> tuple[list[float], Report]:
                 model_init=lambda: model.build(Vocab, key=jax.random.PRNGKey(0)),
             )
             trainer.train(state, batches(model, steps))
-    found = report(texts[0])
+    layers = report(texts[0])
     # The hook runs once more at the end.
     losses = losses[:steps]
-    show([losses, found])
-    return losses, found
+    show([losses, layers])
+    return losses, layers
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

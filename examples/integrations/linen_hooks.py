@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from shared import CLASSES, FEATURES, Report, show, train_linen
+from shared import CLASSES, FEATURES, Report, run_command, show, train_linen
 
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 
@@ -36,10 +36,10 @@ class Model(nn.Module):
 
 
 def main(steps: int = 20) -> tuple[list[float], Report]:
-    losses, found = train_linen(Model(), steps)
-    show([found])
-    return losses, found
+    losses, layers = train_linen(Model(), steps)
+    show([layers])
+    return losses, layers
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from maxtext.kernels import megablox
 from maxtext.layers import linears, quantizations
-from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, run_command, show, train
 
 import mx_jax
 from mx_jax.nn.linen import DotGeneral, EinsumOp
@@ -67,7 +67,7 @@ def ragged_products(recipe, key=None):
         refused = {name: value for name, value in others.items() if value is not None}
         if refused:
             raise ValueError(f"ragged_products: mx_jax.ragged_dot has no {', '.join(refused)}")
-        own = jax.random.fold_in(key, next(count)) if key is not None else None
+        product_key = jax.random.fold_in(key, next(count)) if key is not None else None
         with mock.patch("jax.lax.ragged_dot", plain):
             return mx_jax.ragged_dot(
                 lhs,
@@ -76,7 +76,7 @@ def ragged_products(recipe, key=None):
                 recipe=recipe,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
-                key=own,
+                key=product_key,
             )
 
     def gmm(lhs, rhs, group_sizes, preferred_element_type=None, **options):
@@ -140,10 +140,10 @@ def main(steps: int = 20, recipe: str = "mxfp4_stochastic") -> tuple[list[float]
     losses = train(
         lambda state, number: (state, compiled(*state, number)), (model, optimizer), steps
     )
-    found = report(compiled.as_text())
-    show([found])
-    return losses, found
+    layers = report(compiled.as_text())
+    show([layers])
+    return losses, layers
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

@@ -19,7 +19,7 @@ from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
 from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 from maxtext_quantization import use_recipe
-from shared import Report, report, show
+from shared import Report, report, run_command, show
 
 # A Llama of two blocks of width 64, on MaxText's own synthetic data.
 SETTINGS = """
@@ -68,10 +68,10 @@ def main(
             train.main([sys.argv[0], config, *chosen, *settings])
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [row["learning/loss"] for row in rows if "learning/loss" in row]
-    found = report(texts[0])
-    show([losses, found])
-    return losses, found
+    layers = report(texts[0])
+    show([losses, layers])
+    return losses, layers
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from shared import CLASSES, FEATURES, Report, show, train_nnx
+from shared import CLASSES, FEATURES, Report, run_command, show, train_nnx
 
 from mx_jax.nn.nnx import DotGeneral, EinsumOp
 from mx_jax.recipes import mxfp8
@@ -54,10 +54,10 @@ class Model(nnx.Module):
 
 
 def main(steps: int = 20) -> tuple[list[float], Report]:
-    losses, found = train_nnx(Model(nnx.Rngs(0, quantize=1)), steps)
-    show([found])
-    return losses, found
+    losses, layers = train_nnx(Model(nnx.Rngs(0, quantize=1)), steps)
+    show([layers])
+    return losses, layers
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

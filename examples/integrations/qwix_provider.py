@@ -11,7 +11,7 @@ import jax
 import qwix
 from flax import nnx
 from qwix._src.utils import flax_util
-from shared import CLASSES, FEATURES, Report, data, show, train_linen, train_nnx
+from shared import CLASSES, FEATURES, Report, data, run_command, show, train_linen, train_nnx
 
 import mx_jax
 
@@ -126,4 +126,4 @@ def main(steps: int = 20) -> dict[str, tuple[list[float], Report]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

@@ -32,7 +32,7 @@ def from_qarray(array: Any, *, format: formats.BlockFormat | str | None = None) 
 
     Args:
       array: a QArray with concrete arrays.
-      format: what the MXArray is to be; default: Qwix's own name for it (`"mxfp8"`, `"mxfp4"`,
+      format: of the MXArray; default: Qwix's own name for it (`"mxfp8"`, `"mxfp4"`,
         `"nvfp4"`), else the elements with float32 scales, blocks as the tiles are. `"mxfp8_e4m3"`
         asks for E8M0 scales where Qwix says no more than `float8_e4m3fn`.
 
@@ -159,7 +159,7 @@ def _blocks(tiles: dict[int, tuple[int, int]], format: formats.BlockFormat) -> B
     left = [size for size in format.block if size != 1]
     blocks: list[tuple[int, formats.BlockSize]] = []
     for axis, (size, count) in tiles.items():
-        fits = [own for own in left if own == size or (own is formats.WHOLE and count == 1)]
+        fits = [block for block in left if block == size or (block is formats.WHOLE and count == 1)]
         if not fits and count == 1 and 1 in format.block:
             continue
         if not fits:

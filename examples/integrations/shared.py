@@ -1,6 +1,8 @@
 """What the examples beside this file share: data, loops, and a look into the compiled program."""
 
+import argparse
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,7 +38,7 @@ _OP = re.compile(r'op_name="([^"]*)"')
 _PRODUCT = re.compile(r"(.*?)(?:/jit\(\w+\))*/(output|grad_input|grad_weight|grad_both)/(.*)")
 # A quantized operand, as in `lhs.mxfp8_e4m3.rceil.axis-1`.
 _CAST = re.compile(r"(lhs|rhs)\.\w+\.\w+\.axis-")
-# What JAX's transformations and mx_jax's own modules add to a path.
+# Parts of a path that JAX's transformations and mx_jax's modules add.
 _WRAPPED = re.compile(r"\w+\(([^()]*)\)")
 _NOISE = re.compile(
     r"while|body|closed_call|checkpoint|rematted_computation|DotGeneral(?:_\d+)?|dot_general_cls|.*->.*"
@@ -64,7 +66,7 @@ class Report:
 
 
 def report(program: str | None) -> Report:
-    """Reads optimized HLO: what was compiled, not what was meant.
+    """The layers of a compiled program, read from its optimized HLO.
 
     Args:
       program: `jax.jit(step).lower(...).compile().as_text()`.
@@ -90,7 +92,7 @@ def report(program: str | None) -> Report:
 
 
 def _layer(path: str) -> str:
-    """A layer's own path, without what is around it: `jit(step)/transpose(jvp(Model))/up`."""
+    """A layer's path without transformations: `jit(step)/transpose(jvp(Model))/up`."""
     parts = [part for part in path.split("/") if not part.startswith("jit(")]
     for index, part in enumerate(parts):
         while (inner := _WRAPPED.search(part)) is not None:
@@ -168,3 +170,14 @@ def train_nnx(model: Any, steps: int) -> tuple[list[float], Report]:
 def show(lines: Iterable[Any]) -> None:
     """Prints with an empty line in between."""
     print("", *lines, sep="\n")
+
+
+def run_command(main: Callable[[int], Any], description: str | None) -> None:
+    """Runs an example's `main` with the steps that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=(description or "").partition("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    default = inspect.signature(main).parameters["steps"].default
+    parser.add_argument("--steps", type=int, default=default, help="of training")
+    main(parser.parse_args().steps)

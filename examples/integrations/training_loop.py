@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax.training.train_state import TrainState
-from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, run_command, show, train
 
 from mx_jax.nn.linen import Dense
 
@@ -83,13 +83,13 @@ def mean(losses: list[float]) -> float:
 
 
 def main(steps: int = 20, recipe: str = "mxfp4_stochastic") -> tuple[list[float], Report, Any, Any]:
-    given = batches()
+    inputs = batches()
     state = make_state(recipe)
-    compiled = step.lower(state, *next(given), 0).compile()
+    compiled = step.lower(state, *next(inputs), 0).compile()
     box = [state]
 
     def run(state: TrainState, number: int) -> tuple[TrainState, jax.Array]:
-        box[0], loss = compiled(state, *next(given), number)
+        box[0], loss = compiled(state, *next(inputs), number)
         return box[0], loss
 
     losses = train(run, state, steps)
@@ -102,10 +102,10 @@ def main(steps: int = 20, recipe: str = "mxfp4_stochastic") -> tuple[list[float]
         plain = make_state("high_precision")
         empty = {"params": plain.params, "opt_state": plain.opt_state, "step": plain.step}
         restored = checkpointer.restore(path, jax.tree.map(jax.numpy.asarray, empty))
-    found = report(compiled.as_text())
-    show([f"mean loss {mean(losses):.4f}", "", found])
-    return losses, found, kept, restored
+    layers = report(compiled.as_text())
+    show([f"mean loss {mean(losses):.4f}", "", layers])
+    return losses, layers, kept, restored
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

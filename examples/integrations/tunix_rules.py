@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from shared import Report, report, show, train
+from shared import Report, report, run_command, show, train
 
 from mx_jax import convert, recipes
 
@@ -24,10 +24,11 @@ from mx_jax import convert, recipes
 def models(name: str) -> types.ModuleType:
     """A model file of tunix, past its front door, which imports every trainer and its needs."""
     if "tunix" not in sys.modules:
-        found = importlib.util.find_spec("tunix")
-        assert found is not None and found.origin is not None
+        spec = importlib.util.find_spec("tunix")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError("No module named 'tunix'", name="tunix")
         sys.modules["tunix"] = package = types.ModuleType("tunix")
-        package.__path__ = [str(Path(found.origin).parent)]
+        package.__path__ = [str(Path(spec.origin).parent)]
     return importlib.import_module(f"tunix.models.{name}.model")
 
 
@@ -74,10 +75,10 @@ def main(steps: int = 20) -> tuple[list[float], Report, convert.Report]:
 
     compiled = step.lower(model, optimizer).compile()
     losses = train(lambda state, _: (state, compiled(*state)), (model, optimizer), steps)
-    found = report(compiled.as_text())
-    show([decisions, "", found])
-    return losses, found, decisions
+    layers = report(compiled.as_text())
+    show([decisions, "", layers])
+    return losses, layers, decisions
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

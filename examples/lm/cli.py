@@ -65,7 +65,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 class CommandLine:
-    """A parser that turns arguments into what to do and the settings to do it with."""
+    """A parser of arguments into options and settings."""
 
     def __init__(
         self, document: str, *, default: Settings, quick: Settings, recipes: Sequence[str]
@@ -89,8 +89,8 @@ class CommandLine:
         """Options and settings; exits with status 2 and a message if they make no sense."""
         arguments = self._parser.parse_args(argv)
         preset = self._presets[arguments.quick]
-        given = {name: getattr(arguments, name) for name in vars(preset)}
-        changes = {name: value for name, value in given.items() if value is not None}
+        options = {name: getattr(arguments, name) for name in vars(preset)}
+        changes = {name: value for name, value in options.items() if value is not None}
         try:
             settings = dataclasses.replace(preset, **changes)
             check_quantizes(arguments.recipes, settings)

@@ -1,4 +1,4 @@
-"""Writing that either succeeds for good, or says in one sentence what was in the way."""
+"""Writing that succeeds for good, or fails with one sentence."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def system_error(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     # TensorStore, which writes checkpoints, has the number in its text alone.
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(match[1]) if match else None
 
 
 @contextmanager
@@ -112,10 +112,10 @@ def check_checksums(folder: Path) -> None:
         recorded = json.loads((folder / CHECKSUMS).read_text())
     except ValueError:
         raise DiskError(f"{CHECKSUMS} is damaged") from None
-    found = dict(_checksums(folder))
+    present = dict(_checksums(folder))
     for name, checksum in recorded.items():
-        if found.get(name) != checksum:
-            raise DiskError(f"{name} is {'damaged' if name in found else 'missing'}")
+        if present.get(name) != checksum:
+            raise DiskError(f"{name} is {'damaged' if name in present else 'missing'}")
 
 
 def _checksums(folder: Path) -> Iterator[tuple[str, str]]:
@@ -127,7 +127,7 @@ def _checksums(folder: Path) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """Lets a failure of Orbax be told once, by its exception.
+    """Reports a failure of Orbax once, by its exception.
 
     Its log prints one some four times, with tracebacks, and its threads go on printing what they
     find broken, each array by itself, even after the call has returned.

@@ -54,5 +54,5 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 def text(values: Sequence[float], pattern: str) -> str:
     """`mean ± half width` of values; a dash of none."""
-    found = interval(values)
-    return "-" if found is None else found.text(pattern)
+    estimate = interval(values)
+    return "-" if estimate is None else estimate.text(pattern)

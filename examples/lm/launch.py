@@ -81,24 +81,24 @@ class Launch:
         parser.add_argument("--out", type=Path, default=OUT)
         options, _ = parser.parse_known_args(argv)
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
-        found = cls(
+        launch = cls(
             mesh=mesh,
             processes=options.processes,
             coordinator=options.coordinator,
             process=options.process,
             folder=options.out,
         )
-        if found.processes < 1 or not 0 <= found.process < found.processes:
+        if launch.processes < 1 or not 0 <= launch.process < launch.processes:
             raise ValueError(
-                f"needs 0 <= process < processes, got --process {found.process} --processes "
-                f"{found.processes}"
+                f"needs 0 <= process < processes, got --process {launch.process} --processes "
+                f"{launch.processes}"
             )
-        if found.processes > 1 and (mesh is None or found.devices % found.processes):
+        if launch.processes > 1 and (mesh is None or launch.devices % launch.processes):
             raise ValueError(
                 "several processes need a mesh whose devices they share evenly, got --mesh "
-                f"{options.mesh} --processes {found.processes}"
+                f"{options.mesh} --processes {launch.processes}"
             )
-        return found
+        return launch
 
     @property
     def devices(self) -> int:
@@ -144,9 +144,9 @@ class Launch:
         lost, the others end.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{found.getsockname()[1]}"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
         workers = [self._start(argv, address, number) for number in range(self.processes)]
 
         def forward(number: int, _: object) -> None:
@@ -174,7 +174,7 @@ class Launch:
             )
 
     def _wait(self, workers: Sequence[Worker], argv: Sequence[str]) -> int:
-        """Until all have ended, by themselves or because one was lost, which is told."""
+        """Waits until all have ended, by themselves or because one was lost, which is printed."""
         failed: list[int] = []
         since = 0.0
         while any(worker.poll() is None for worker in workers):
@@ -182,8 +182,8 @@ class Launch:
             if failed and time.monotonic() - since > PATIENCE:
                 break
             since = since if failed else time.monotonic()
-            failed += [i for i, own in enumerate(workers) if own.poll() and i not in failed]
-        failed += [i for i, own in enumerate(workers) if own.poll() and i not in failed]
+            failed += [i for i, worker in enumerate(workers) if worker.poll() and i not in failed]
+        failed += [i for i, worker in enumerate(workers) if worker.poll() and i not in failed]
         left = [worker for worker in workers if worker.poll() is None]
         for worker in left:
             worker.kill()
@@ -193,13 +193,13 @@ class Launch:
         noticed = (LOST, -signal.SIGABRT)
         lost = min(failed, key=lambda i: (statuses[i] in noticed, failed.index(i)), default=0)
         status = statuses[lost]
-        # Process 0 says itself what is wrong: options, a full disk; so do all that agree.
+        # Process 0 prints its error itself (options, a full disk); so do all that agree.
         if status >= 0 and status != LOST and (lost == 0 or not left):
             return status
-        print(self._told(lost, status, argv), file=sys.stderr)
+        print(self._ending(lost, status, argv), file=sys.stderr)
         return LOST
 
-    def _told(self, number: int, status: int, argv: Sequence[str]) -> str:
+    def _ending(self, number: int, status: int, argv: Sequence[str]) -> str:
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
@@ -215,11 +215,11 @@ class Launch:
             file.write(text + "\n")
 
     def _log(self, number: int) -> Path:
-        """Where process 1 and those after it print, and all of them say what they lost."""
+        """The log of a process: of process 0 its losses, of the others all that they print."""
         return self.folder / f"process-{number}.log"
 
     def watch_starter(self) -> None:
-        """Ends this process when the one that started it is gone: nobody would tell of a loss."""
+        """Ends this process when the one that started it is gone: nobody would print a loss."""
 
         def watch() -> None:
             # Nothing is ever written there: reading ends when the other end is closed.
@@ -231,13 +231,13 @@ class Launch:
 
 
 def _silence_gloo() -> None:
-    """Leaves standard output to Python: Gloo tells there of every connection that it makes."""
+    """Leaves standard output to Python: Gloo prints every connection that it makes."""
     sys.stdout.flush()
-    own = os.dup(1)
+    stdout = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-    sys.stdout = os.fdopen(own, "w", buffering=1, encoding="utf-8")
+    sys.stdout = os.fdopen(stdout, "w", buffering=1, encoding="utf-8")
 
 
 def resuming(argv: Sequence[str]) -> str:

@@ -34,7 +34,7 @@ WEIGHTS = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=2,fsdp=2,model=2"` as the sizes of all axes, 1 where none is given."""
+    """`"data=2,fsdp=2,model=2"` as the sizes of all axes; 1 by default."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
@@ -48,7 +48,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def check_fits(sizes: dict[str, int], settings: Settings) -> None:
-    """Raises ValueError where an axis does not divide what it shards."""
+    """Raises ValueError if an axis does not divide the sizes that it shards."""
     rows = sizes["data"] * sizes["fsdp"]
     for name, divisor, axes in (
         ("batch", rows, "data * fsdp"),
@@ -86,14 +86,14 @@ def place_state(state: Any) -> Any:
     def place(path: Any, leaf: jax.Array) -> jax.Array:
         names = [getattr(entry, "key", None) for entry in path]
         specs = [WEIGHTS[name] for name in names if name in WEIGHTS]
-        # Scales of what quantize_state leaves as it is are numbers.
+        # Scales of leaves that quantize_state does not quantize are numbers.
         return _pinned(leaf, specs[0] if specs and leaf.ndim else P())
 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes what all of them would."""
+    """Whether this process is the one that writes files."""
     return jax.process_index() == 0
 
 
@@ -120,8 +120,8 @@ def together(function: Any, *args: Any, **static: Any) -> Any:
     return function(*args, **static)
 
 
-def any_says(own: bool) -> bool:
+def any_says(here: bool) -> bool:
     """Whether any process says so: every process gets the same answer."""
     if jax.process_count() == 1:
-        return own
-    return bool(multihost_utils.process_allgather(np.array(own)).any())
+        return here
+    return bool(multihost_utils.process_allgather(np.array(here)).any())

@@ -1,4 +1,4 @@
-"""What a reader gets: the table of losses, the picture of the curves, a sample of text."""
+"""The report: the table of losses, the picture of the curves, a sample of text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .storage import Run
 
 BASELINE = "float32"
 
-# Of Okabe and Ito's palette, told apart with any colour vision.
+# Of Okabe and Ito's palette, distinct with any colour vision.
 BLUE, GREY = "#0072B2", "#C0C0C0"
 COLUMNS = 4
 
@@ -75,7 +75,7 @@ def averaged_gaps(runs: Iterable[Run], baselines: Iterable[Run]) -> list[float]:
     """Percent that the loss of averaged weights lies above the baseline's of the same seed."""
     by_seed = {run.seed: run.averaged_loss for run in baselines}
     pairs = ((run.averaged_loss, by_seed.get(run.seed)) for run in runs)
-    return [100 * (own / other - 1) for own, other in pairs if own and other]
+    return [100 * (loss / exact - 1) for loss, exact in pairs if loss and exact]
 
 
 def print_table(console: Console, runs: Iterable[Run], settings: Settings) -> None:
@@ -134,8 +134,8 @@ def save_plot(path: Path, runs: Collection[Run], settings: Settings) -> None:
     if not any(run.validation for run in runs):
         return
     above = {name: gaps(group, groups.get(BASELINE, [])) for name, group in groups.items()}
-    above = {name: own for name, own in above.items() if name != BASELINE and any(own)}
-    values = [value for own in above.values() for curve in own for _, value in curve]
+    above = {name: curves for name, curves in above.items() if name != BASELINE and any(curves)}
+    values = [value for curves in above.values() for curve in curves for _, value in curve]
     columns = min(COLUMNS, len(groups))
     rows = math.ceil(len(groups) / columns)
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 8}):

@@ -1,4 +1,4 @@
-"""What defines an experiment: its settings, and the precisions it compares."""
+"""The settings of an experiment, and the precisions it compares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import mx_jax.recipes
 # devices.
 @cache
 def known_recipes() -> tuple[str, ...]:
-    """Every named recipe under one name: here, high_precision is what dtype it computes in."""
+    """Every named recipe under one name: here, high_precision is called by its dtype."""
     named = (name for name in mx_jax.recipes.names() if name != "high_precision")
     return (
         "float32",
@@ -40,7 +40,7 @@ def _setting(text: str, **default: Any) -> Any:
     return field(metadata={"help": text}, **default)
 
 
-# How an optimizer's states are stored: what is done to the optimizer.
+# Ways to store an optimizer's states: functions of the optimizer.
 STATES: dict[str, Callable[[Any], Any]] = {
     "float32": lambda optimizer: optimizer,
     "mxfp8": mx_jax.quantize_state,
@@ -120,7 +120,7 @@ class Precision:
     high_blocks: tuple[int, ...] = ()
 
 
-# What a recipe's name may end in: the first and the last block stay in high precision.
+# A suffix of a recipe's name: the first and the last block stay in high precision.
 ENDS = "+ends"
 
 

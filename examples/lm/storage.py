@@ -1,4 +1,4 @@
-"""What runs leave behind: their curves, their checkpoints, and the file of results."""
+"""The files of runs: their curves, their checkpoints, and the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .settings import Settings
 
 @dataclass(kw_only=True)
 class Run:
-    """One recipe and one seed: how far it came and what it measured."""
+    """One recipe and one seed: its progress and its measurements."""
 
     recipe: str
     seed: int
@@ -76,7 +76,7 @@ class Run:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Run:
         """The run behind `dataclasses.asdict` and a round trip through JSON; extra keys pass."""
-        # What was written before this was recorded can be added to.
+        # Results from before this was recorded can be added to.
         entry = {"averaged_loss": None, **entry}
         run = cls(**{f.name: entry[f.name] for f in fields(cls)})
         run.validation = [(step, loss) for step, loss in run.validation]
@@ -157,7 +157,7 @@ class Checkpoints:
         return restored["state"], Run.from_dict(restored["run"])
 
     def _remove_partial(self) -> str:
-        """Makes room on a full disk, and says what remains."""
+        """Makes room on a full disk, and names the checkpoint that remains."""
         for partial in self._folder.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(partial, ignore_errors=True)
         step = self._manager.latest_step()
@@ -264,7 +264,7 @@ class Output:
             ) from None
 
     def _check_same(self, earlier: dict[str, Any]) -> None:
-        # What was written before these were settings had them so.
+        # Results from before these were settings had them so.
         earlier = {"heal": 0.0, "states": "float32", **earlier}
         changes = [
             f"{key}: {earlier.get(key)} then, {value} now"

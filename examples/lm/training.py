@@ -26,7 +26,7 @@ from .storage import Checkpoints, Run
 
 
 class TrainState(NamedTuple):
-    """What a step turns into its successor; the step count lives in the optimizer's state.
+    """The state that a step updates; the step count lives in the optimizer's state.
 
     Attributes:
       params: the parameters.
@@ -109,7 +109,7 @@ def train_step(
     settings: Settings,
 ) -> tuple[TrainState, jax.Array]:
     """One optimizer step on windows [batch, context + 1]; returns the loss before it."""
-    # What a step draws depends on nothing else, so a resumed run draws it again.
+    # A step draws by nothing else, so a resumed run draws the same.
     key = jax.random.fold_in(jax.random.key(seed), step)
     loss, gradient = jax.value_and_grad(mean_loss)(state.params, tokens, model, key)
     updates, optimizer = build_optimizer(settings).update(gradient, state.optimizer, state.params)
@@ -195,9 +195,9 @@ class Trainer:
     def _step(self, progress: Progress) -> None:
         settings, run = self.settings, self.run
         started = time.perf_counter()
-        given = self.state, self._tokens(), run.seed, run.step
+        operands = self.state, self._tokens(), run.seed, run.step
         model = self.model
-        self.state, loss = together(train_step, *given, model=model, settings=settings)
+        self.state, loss = together(train_step, *operands, model=model, settings=settings)
         # Read every step: divergence shows at once, and waiting costs nothing at this size.
         loss = float(loss)
         if self._compiled == model:

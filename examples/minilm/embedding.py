@@ -45,9 +45,9 @@ def batches(sentences: Sequence[Sequence[int]], count: int = TOKENS) -> Iterator
 
 def _padded(length: int) -> int:
     fitting = (one for one in LENGTHS if one >= length)
-    if (found := next(fitting, None)) is None:
+    if (width := next(fitting, None)) is None:
         raise ValueError(f"batches: a sentence has at most {LENGTHS[-1]} tokens, got {length}")
-    return found
+    return width
 
 
 def _batch(sentences: Sequence[Sequence[int]], where: np.ndarray, size: int, time: int) -> Batch:
@@ -85,16 +85,16 @@ class Embedder:
           sentences: at least one, each of 1 to 256 tokens.
           done: hears after each batch how many sentences it had.
         """
-        found: np.ndarray | None = None
+        embeddings: np.ndarray | None = None
         for batch in batches(sentences):
             vectors = np.asarray(self.run(self.variables, batch.tokens, batch.mask))
-            if found is None:
-                found = np.zeros((len(sentences), vectors.shape[1]), np.float32)
-            found[batch.where] = vectors[: len(batch.where)]
+            if embeddings is None:
+                embeddings = np.zeros((len(sentences), vectors.shape[1]), np.float32)
+            embeddings[batch.where] = vectors[: len(batch.where)]
             done(len(batch.where))
-        if found is None:
+        if embeddings is None:
             raise ValueError("embed: needs at least one sentence, got none")
-        return found
+        return embeddings
 
 
 def neighbors(vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,20 +109,20 @@ def neighbors(vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return nearest, np.take_along_axis(similar, nearest, 1)
 
 
-def agreement(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
+def agreement(vectors: np.ndarray, exact: np.ndarray) -> dict[str, float]:
     """How near vectors are to the exact ones, and whether a search finds the same sentences.
 
     Returns:
       Mean and smallest cosine; the share of sentences whose nearest other one is the same; the mean
       share of the ten nearest that are the same.
     """
-    cosine = np.sum(found * exact, axis=1, dtype=np.float64)
+    cosine = np.sum(vectors * exact, axis=1, dtype=np.float64)
     count = min(10, len(exact) - 1)
-    own, right = (neighbors(vectors, count)[0] for vectors in (found, exact))
-    shared = [len(set(a) & set(b)) / count for a, b in zip(own, right, strict=True)]
+    near, exactly_near = (neighbors(each, count)[0] for each in (vectors, exact))
+    shared = [len(set(a) & set(b)) / count for a, b in zip(near, exactly_near, strict=True)]
     return {
         "cosine": float(cosine.mean()),
         "smallest": float(cosine.min()),
-        "nearest": float((own[:, 0] == right[:, 0]).mean()),
+        "nearest": float((near[:, 0] == exactly_near[:, 0]).mean()),
         "ten": float(np.mean(shared)),
     }

@@ -13,12 +13,12 @@ from mx_jax import calibrate, convert, recipes
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is quantized, and how.
+    """The formats of a model.
 
     Attributes:
       weights: block format of the kernels of all dense layers.
       scale_rule: of both operands; None: the one that loses least for each format.
-      activations: block format of what kernels multiply; None: float32.
+      activations: block format of the inputs of kernels; None: float32.
       words: block format of the table of words; None: float32.
     """
 
@@ -39,11 +39,11 @@ class Choice:
             if self.scale_rule is not None:
                 parts["scale_rule"] = self.scale_rule
             recipe = recipe.with_(activations=parts)
-        found = [convert.Rule(".*", recipe)]
+        rules = [convert.Rule(".*", recipe)]
         if self.words is not None:
             table = recipes.weight_only(self.words, self.scale_rule)
-            found.append(convert.Rule("words", table, types=nn.Embed))
-        return found
+            rules.append(convert.Rule("words", table, types=nn.Embed))
+        return rules
 
 
 def quantized(
@@ -55,7 +55,7 @@ def quantized(
       model: in float32.
       variables: its own.
       choice: of formats.
-      by: how codes are found, if not by a plain cast: see `mx_jax.calibrate`.
+      by: the way to choose codes (`mx_jax.calibrate`); None: a plain cast.
     """
     return Embedder(converted(model, choice), stored(variables, choice, by))
 
@@ -74,7 +74,7 @@ def stored(variables: Any, choice: Choice, by: calibrate.Way | None = None) -> A
 
 
 def moments(model: nn.Module, variables: Any, batches: Iterable[Any]) -> calibrate.Moments:
-    """What each dense layer is multiplied with, for GPTQ; of batches as `embedding` makes them."""
+    """Moments of the inputs of each dense layer, for GPTQ, over batches of `embedding`."""
     pairs = ((batch.tokens, batch.mask) for batch in batches)
     return calibrate.moments(model, pairs, variables=variables)
 
@@ -90,5 +90,5 @@ def table_bytes(variables: Any) -> int:
 
 
 def _bytes(variables: Any, name: str) -> int:
-    found = jax.tree_util.tree_leaves_with_path(variables)
-    return sum(leaf.nbytes for path, leaf in found if f"'{name}'" in jax.tree_util.keystr(path))
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    return sum(leaf.nbytes for path, leaf in leaves if f"'{name}'" in jax.tree_util.keystr(path))

@@ -1,4 +1,4 @@
-"""Sentences that every Python carries: what the docstrings of its standard library begin with."""
+"""Sentences that every Python carries: the first ones of its standard library's docstrings."""
 
 import ast
 import re
@@ -15,13 +15,13 @@ def standard_library(limit: int | None = None) -> list[str]:
     With a limit that many, spread evenly over all. They differ between versions of Python.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, DOCUMENTED):
-                found |= dict.fromkeys(first_sentence(ast.get_docstring(node) or ""))
-    sentences = list(found)
+                unique |= dict.fromkeys(first_sentence(ast.get_docstring(node) or ""))
+    sentences = list(unique)
     if limit is None or limit >= len(sentences):
         return sentences
     return [sentences[index * len(sentences) // limit] for index in range(limit)]

@@ -19,17 +19,17 @@ class ModelError(Exception):
     """The model cannot be used; the message says why and what to do."""
 
 
-def find_folder(given: Path | None = None) -> Path:
-    """The model's folder: the given one, or that of the installed package; nothing is downloaded.
+def find_folder(folder: Path | None = None) -> Path:
+    """The model's folder, by default that of the installed package; nothing is downloaded.
 
     Raises:
       ModelError: it is not there.
     """
-    if given is not None:
-        if (given / "model.safetensors").is_file():
-            return given
-        raise ModelError(f"there is no model.safetensors in {given}")
-    # Only found, not imported: it would ask for libraries that are not needed.
+    if folder is not None:
+        if (folder / "model.safetensors").is_file():
+            return folder
+        raise ModelError(f"there is no model.safetensors in {folder}")
+    # Located, not imported: it would need more libraries.
     spec = importlib.util.find_spec(PACKAGE)
     for place in [] if spec is None else spec.submodule_search_locations or []:
         if (Path(place) / "model" / "model.safetensors").is_file():
@@ -107,8 +107,8 @@ def params_of(tensors: Mapping[str, np.ndarray], config: Config) -> dict[str, An
 
     layers = {f"layer_{i}": layer(f"encoder.layer.{i}") for i in range(config.layers)}
     tables = {"words": "word", "positions": "position", "types": "token_type"}
-    found = {name: table(theirs) for name, theirs in tables.items()}
-    return found | {"norm": norm("embeddings.LayerNorm")} | layers
+    embeddings = {name: table(theirs) for name, theirs in tables.items()}
+    return embeddings | {"norm": norm("embeddings.LayerNorm")} | layers
 
 
 def _tensor(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -130,9 +130,9 @@ def tokenizer(folder: Path, longest: int = 256) -> Tokenize:
     except ImportError:
         raise ModelError("needs the library tokenizers: pip install tokenizers") from None
     try:
-        found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from None
-    found.no_padding()
-    found.enable_truncation(longest)
-    return lambda texts: [one.ids for one in found.encode_batch(texts)]
+    encoder.no_padding()
+    encoder.enable_truncation(longest)
+    return lambda texts: [one.ids for one in encoder.encode_batch(texts)]

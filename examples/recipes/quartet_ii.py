@@ -33,7 +33,7 @@ from mx_jax.reference.scale_rules import AmaxBecomes, BlockData, FromAmax, Scale
 
 @dataclasses.dataclass(frozen=True)
 class Eden:
-    """Scales that make up for what rounding to nearest did to the elements (MS-EDEN).
+    """Scales that make up for the error of rounding elements to nearest (MS-EDEN).
 
     Stored are `round(scale * <x, x> / <x, q>)` of codes q that were made with `scale`. Rounding to
     nearest shortens or lengthens a vector in its own direction; with this factor its codes have the

@@ -131,13 +131,37 @@ def test_commands_on_one_core(tmp_path: Path):
     assert rows["default", "mxfp4"]["after"]["instructions"] < cast["instructions"]
 
 
+needs_limits = pytest.mark.skipif(
+    not Path(os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so").exists(),
+    reason=f"needs {limits.BUILD}",
+)
+
+
 @needs_library
+@needs_limits
+@pytest.mark.slow
+@can_pin
+def test_casts_and_products_in_cpp(tmp_path: Path):
+    out, pace = tmp_path / "out.json", "--data normal --seconds 0 --min-rounds 2".split()
+    options = ["--shape", "64x64", "--no-peers", *pace, "--out", out]
+    printed("-m", "benchmarks.cpu_quantize", *options, XLA_FLAGS=None)
+    casts = json.loads(out.read_text())["casts"]["rows"]
+    assert {row["operation"] for row in casts} == {"quantize", "both", "dequantize"}
+    for row in casts:
+        check_spread(row["share_of_copy"])
+    options = ["--sizes", "64", "--rows", *pace, "--out", out]
+    printed("-m", "benchmarks.cpu_matmul", *options, XLA_FLAGS=None)
+    products = json.loads(out.read_text())["rows"]
+    assert {"cpu_ffi mxfp4 x mxfp4", "jnp.dot float32"} <= {row["case"] for row in products}
+    for row in products:
+        check_spread(row["timings"]["cpu_ms"])
+
+
+@needs_library
+@needs_limits
 @pytest.mark.slow
 @can_pin
 def test_every_case_of_a_goal_runs(tmp_path: Path):
-    library = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
-    if not Path(library).exists():
-        pytest.skip(f"needs {limits.BUILD}")
     options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2".split()
     out = tmp_path / "out.json"
     # A process as a user starts it: of one device, where weights are packed.

@@ -64,7 +64,7 @@ def test_the_prompt_from_standard_input_and_the_end_token(
     assert main([*words, "--prompt", "Once"]) == 0
     said, statistics = capsys.readouterr()
     assert said.startswith("Once") and said.endswith("\n") and len(said) == 4 + 3 + 1
-    assert "weights 0." in statistics
+    assert "weights 0." in statistics and "no tokens/s: needs more than 16" in statistics
     monkeypatch.setattr("sys.stdin", io.StringIO("Once"))
     assert main([*words, "--prompt", "-"]) == 0
     assert capsys.readouterr().out == said
