@@ -13,7 +13,7 @@ from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.backends.target import Target
-from mx_jax.formats import MXFP8_E5M2, NVFP4, BlockFormat
+from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
@@ -34,10 +34,14 @@ def pack(w: MXArray, call: MatmulCall) -> PackedMXArray:
     return packed
 
 
-@pytest.mark.parametrize("format", [MXFP8_E5M2, NVFP4], ids=str)
+FORMATS = (*MX_FORMATS, NVFP4, MXFP4.with_block(48), MXFP8_E4M3.with_block(128))
+
+
+@pytest.mark.slow(but="mxfp8_e5m2|nvfp4|mxfp6_e3m2|48")
+@pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_packed_weights_are_the_mxarray(format: BlockFormat, rng: np.random.Generator):
     """Every code and scale, NaN among them, in any order of axes, stacked by vmap or not."""
-    facts: dict[str, Any] = {"batch": (2,), "m": (1,), "n": (5, 3), "k": (2, 64)}
+    facts: dict[str, Any] = {"batch": (2,), "m": (1,), "n": (5, 26), "k": (2, 384)}
     case = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", rhs_k_first=True, **facts)
     _, w = case.operands(rng)
     assert isinstance(w, MXArray)

@@ -1,14 +1,13 @@
 """Calls as equations: lowering picks what computes them, by the platform and the devices."""
 
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.calls import DequantizeCall, MatmulCall
@@ -20,7 +19,8 @@ from mx_jax.inspect import explain
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
-from tests.quick import lowered, quick
+from tests.quick import handlers, lowered, quick
+from tests.sharding.collectives import mesh_of
 
 P = PartitionSpec
 MXFP4 = mx_jax.formats.MXFP4
@@ -50,11 +50,6 @@ def batched(x: Any, w: Any) -> jax.Array:
 
 
 RUNS = {"product": product, "gradients": step, "batch": batched}
-
-
-def handlers(run: Any, *operands: Any) -> list[str]:
-    """The compiled handlers that a lowered program calls."""
-    return sorted(re.findall(r"@(mx_jax_cpu_\w+)", lowered(run, *operands)))
 
 
 @needs_library
@@ -99,7 +94,7 @@ def way(x: jax.Array) -> jax.Array:
 )
 def test_where_arrays_lie_decides(run: Any):
     """Inside jit and outside, whatever is asked where the program is lowered."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
     x = jnp.zeros((8, 1))
     assert (run(x) == 1).all() and (run(np.zeros((8, 1))) == 1).all()
     assert (run(jax.device_put(x, jax.devices()[5])) == 1).all()
@@ -108,7 +103,7 @@ def test_where_arrays_lie_decides(run: Any):
 
 
 def test_on_each_device_by_itself():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     each = jax.shard_map(way, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert (quick(each)(jnp.zeros(8)) == 1).all()
     assert (jax.pmap(way)(jnp.zeros((8, 1))) == 1).all()
@@ -159,7 +154,7 @@ def lying(x: Any, mesh: Any, *axes: str) -> jax.ShapeDtypeStruct:
 @pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="this JAX does not lower the kernels")
 def test_unsharded_programs_run_the_kernel():
     """And sharded ones what no kernel computes: `jit` would gather for it."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     with HOST(), mx_jax.prefer_backends("pallas_gpu"):
         packed = mx_jax.pack_weights(mx_jax.quantize(WEIGHTS, "mxfp4", axis=0))
         assert isinstance(packed, mx_jax.PackedMXArray)
@@ -182,7 +177,7 @@ def test_parts_of_a_product_are_computed_by_what_takes_one_device():
         shape = [side.shape[axis] for _, side in call.sides for axis in side.axes.kept]
         return jnp.ones(shape, call.out_dtype)
 
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     x, w = jnp.full((8, 32), 2.0), mx_jax.quantize(jnp.ones((32, 8)), "mxfp4", axis=0)
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
     there = jax.device_put((x, w), jax.devices()[3])

@@ -27,6 +27,7 @@ from mx_jax.formats import BLOCK_FORMATS, FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCK
 from mx_jax.nn import KVCache
 from mx_jax.packed import Quantized
 from mx_jax.sharding import Gather, device_put
+from tests.sharding.collectives import mesh_of
 
 P = PartitionSpec
 KEY = 7
@@ -411,14 +412,10 @@ _LAYOUTS = {
 }
 
 
-def mesh_of(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2)) -> jax.sharding.Mesh:
-    return jax.make_mesh(shape, ("a", "b"), axis_types=(kind,) * 2)
-
-
 def on_mesh(
     run: Any, arrays: Any, specs: Any, results: Any = None, mesh: Any = None, **options: Any
 ) -> Program:
-    mesh = mesh or mesh_of()
+    mesh = mesh or mesh_of(a=4, b=2)
     placed = []
     for array, spec in zip(arrays, specs, strict=True):
         put = device_put if isinstance(array, Quantized) else jax.device_put
@@ -448,7 +445,7 @@ def _explicit(layout: str) -> Program:
     multiply = functools.partial(
         mx_jax.dot_general, dimension_numbers=numbers, recipe="mxfp4", out_sharding=g
     )
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(AxisType.Explicit, a=4, b=2)
     return on_mesh(step(multiply), operands(256, 256, 128), (x, w, g), mesh=mesh)
 
 
@@ -462,7 +459,7 @@ def _gather(layout: str) -> Program:
 
 @rows(["mxfp8", "mxfp4"], "mesh, shard_map, Gather on k:")
 def _shard_map(name: str) -> Program:
-    mesh = mesh_of()
+    mesh = mesh_of(a=4, b=2)
     recipe = dataclasses.replace(recipes.from_name(name), gather=Gather("a", rhs=P("a")))
     specs = (P("a"),) * 3
     run = jax.shard_map(matmul_step(recipe), mesh=mesh, in_specs=specs, out_specs=specs)
@@ -471,7 +468,7 @@ def _shard_map(name: str) -> Program:
 
 @row("mesh, shard_map, experts dispatched: mxfp4")
 def _experts() -> Program:
-    mesh = mesh_of(shape=(2, 1))
+    mesh = mesh_of(a=2, b=1)
     multiply = functools.partial(
         mx_jax.expert_ragged_dot, axis_name="a", recipe="mxfp4", capacity=32
     )

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,11 +35,6 @@ NEEDS_COMPILER = [
         reason="needs jax-cuda13-plugin and ptxas: pip install '.[gpu-compile]'",
     ),
 ]
-
-
-def slow(*case: Any) -> Any:
-    """What CI has no time for."""
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def run(script: str | Path, folder: Path, *arguments: str) -> str:

@@ -24,7 +24,7 @@ def arrays() -> tuple[np.ndarray, ...]:
 
 def test_no_gather_of_kept_axes():
     """Kept axes are not merged: two sharded ones cost no communication."""
-    mesh = mesh_of(AxisType.Auto, "data")
+    mesh = mesh_of(data=4, model=2)
     x = jax.ShapeDtypeStruct(
         (8, 4, 128), jnp.float32, sharding=NamedSharding(mesh, P("data", "model"))
     )
@@ -36,7 +36,7 @@ def test_no_gather_of_kept_axes():
 
 
 def test_out_sharding(arrays):
-    mesh = mesh_of(AxisType.Explicit, "data")
+    mesh = mesh_of(AxisType.Explicit, data=4, model=2)
     dimensions = (((1,), (0,)), ((), ()))
     with jax.set_mesh(mesh):
         x, w = place(mesh, arrays[:2], (P(), P()))
@@ -57,7 +57,7 @@ def test_out_sharding(arrays):
 @pytest.mark.parametrize("spec", [P(), P("model")], ids=str)
 def test_out_sharding_of_a_sharded_sum(arrays, spec):
     """k is sharded in both operands: the caller says where the sum goes, or JAX refuses it."""
-    mesh = mesh_of(AxisType.Explicit, "data")
+    mesh = mesh_of(AxisType.Explicit, data=4, model=2)
     dimensions = (((1,), (0,)), ((), ()))
     with jax.set_mesh(mesh):
         x, w = place(mesh, arrays[:2], (P(None, "data"), P("data", None)))

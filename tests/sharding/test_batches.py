@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import OPTIONS, with_gradients
-from tests.sharding.collectives import gathered
+from tests.sharding.collectives import gathered, mesh_of
 
 P = PartitionSpec
 BATCH, TOKENS, FEATURES, UNITS = 3, 128, 128, 32
@@ -23,7 +23,7 @@ PACKED = FEATURES * UNITS * 17 // 32
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    return mesh_of(fsdp=4)
 
 
 def draw(*shape: int) -> jax.Array:

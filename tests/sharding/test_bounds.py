@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.sharding.collectives import mesh_of
 
 P = PartitionSpec
 TOKENS, FEATURES, UNITS, DEVICES = 16, 512, 64, 8
@@ -51,7 +52,7 @@ SPECS = {"rows": (P(None, "x"), P("x")), "columns": (P("x"), P(None, "x"))}
 
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 def test_codes_are_those_of_one_device_and_sums_are_near(specs: Any, arrays: Any):
-    mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(x=DEVICES)
     with jax.set_mesh(mesh):
         operands = jax.device_put(arrays, tuple(NamedSharding(mesh, spec) for spec in specs))
         *parts, product = jax.jit(run)(*operands)

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import mx_jax
 from mx_jax.sharding import all_to_all, ppermute
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
-from tests.sharding.collectives import collectives
+from tests.sharding.collectives import collectives, mesh_of
 
 P = PartitionSpec
 DEVICES, CAPACITY, FEATURES = 2, 32, 64
@@ -21,7 +21,7 @@ DEVICES, CAPACITY, FEATURES = 2, 32, 64
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return jax.make_mesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
+    return mesh_of(expert=DEVICES)
 
 
 @pytest.fixture(scope="module")

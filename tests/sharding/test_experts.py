@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import dispatch
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
+from tests.needs import slow
 from tests.quick import quick, with_gradients
-from tests.sharding.collectives import collectives
+from tests.sharding.collectives import collectives, mesh_of
 
 P = PartitionSpec
 DEVICES, EXPERTS, ROWS, FEATURES, UNITS = 4, 8, 24, 64, 32
@@ -40,7 +41,7 @@ NVFP4_ROWS = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return jax.make_mesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
+    return mesh_of(expert=DEVICES)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def step(multiply: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("recipe", "check_vma"),
-    [(recipes.mxfp4(), True), pytest.param(recipes.mxfp6(), False, marks=pytest.mark.slow)],
+    [(recipes.mxfp4(), True), slow(recipes.mxfp6(), False)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arrays: Any):

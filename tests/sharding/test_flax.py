@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import convert, recipes
@@ -43,11 +43,6 @@ def linen_model(ours: bool, init: Any, gather: str | None = "fsdp") -> Any:
 
 
 @pytest.fixture(scope="module")
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.fixture(scope="module")
 def x() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(256, FEATURES)).astype(np.float32)
 
@@ -63,10 +58,10 @@ def exchanged(
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(
+        lowered = quick(jax.grad(loss, argnums=(0, 1))).lower(
             jax.tree.map(placed, params), placed(jnp.asarray(x))
         )
-        text = compiled.compile().as_text()
+        text = lowered.compile().as_text()
     assert text is not None
     assert gathered(text) == gathered(text, dtype)
     return gathered(text)
@@ -89,8 +84,8 @@ def test_linen(ours: bool, metadata: str, mesh, x):
 
     assert exchanged(loss, mesh, params, x) == NBYTES
     with jax.set_mesh(mesh):
-        actual = jax.jit(model.apply)(params, x)
-    np.testing.assert_allclose(actual, model.apply(plain, x), rtol=1e-5, atol=1e-5)
+        actual = quick(model.apply)(params, x)
+    np.testing.assert_allclose(actual, quick(model.apply)(plain, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", ["Dense", "DenseGeneral", "Einsum"])

@@ -70,7 +70,7 @@ def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
     specs = (P("fsdp"), w_spec, P("fsdp"))
     run = jax.shard_map(
         step(gathering),
-        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
+        mesh=mesh_of(fsdp=4),
         in_specs=specs,
         out_specs=specs[:1] + specs[:2],
         check_vma=check_vma,
@@ -96,7 +96,7 @@ def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any
     gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w_spec))
     run = jax.shard_map(
         lambda x, w: mx_jax.matmul(x, w, recipe=gathering, **options),
-        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
+        mesh=mesh_of(fsdp=4),
         in_specs=(P(), w_spec),
         out_specs=P(),
         check_vma=False,

@@ -17,7 +17,7 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
 from tests.quick import OPTIONS, quick
-from tests.sharding.collectives import Exchange, collectives
+from tests.sharding.collectives import Exchange, collectives, mesh_of
 
 pytestmark = needs_library
 
@@ -30,7 +30,7 @@ RECIPES = {"mxfp4": MXFP4, "nvfp4": NVFP4, "mxfp6_e3m2": mx_jax.recipes.mxfp6()}
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(data=2, model=4)
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_what_shard_map_refuses(format: str, columns: int, message: str, mesh: M
 @pytest.mark.parametrize("named", [True, False])
 def test_on_explicit_axes(case: str, named: bool, x: jax.Array):
     """Types of packed arrays say where weights lie; a kernel's product lies as both say."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(AxisType.Explicit, data=2, model=4)
     format, axis, spec, lies, out, exchanged = MANUAL[case]
     run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
@@ -280,7 +280,7 @@ def test_on_explicit_axes(case: str, named: bool, x: jax.Array):
 
 def test_gradients_on_explicit_axes(x: jax.Array):
     """Of activations, by weights that are unpacked where they lie."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(AxisType.Explicit, data=2, model=4)
     packed, run = mx_jax.pack_weights(weights("mxfp4", 0)), product(0, MXFP4)
     step = jax.grad(lambda x, w: (run(x, w) ** 2).sum())
     with jax.set_mesh(mesh):
@@ -298,7 +298,7 @@ def test_gradients_on_explicit_axes(x: jax.Array):
 def test_a_layout_that_devices_cannot_share_is_unpacked():
     """With a warning, with a mesh in context and without; right in any case."""
     name = "float8_rowwise_e4m3"
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     w = mx_jax.quantize(
         np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), name, axis=0

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
+from tests.needs import slow
 from tests.quick import OPTIONS, quick, with_gradients
 from tests.sharding.collectives import check, collectives, compiled, draw_all, gathered, mesh_of
 
@@ -36,10 +37,6 @@ def step(recipe: Any) -> Any:
 # Codes and scales beside bfloat16's bytes.
 RATIOS = {"mxfp6": 0.391, "mxfp4": 0.266}
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_inside_shard_map(arrays: Any):
     gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=spec))
     sharded = jax.shard_map(
         step(gathering),
-        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AUTO,)),
+        mesh=mesh_of(fsdp=4),
         in_specs=(rows, spec, rows, rows),
         out_specs=(rows, rows, spec),
     )
