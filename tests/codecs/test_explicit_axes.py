@@ -7,6 +7,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mx_jax.codecs.explicit_axes import partitions, split_axes, vary_alike, varying
+from tests.sharding.collectives import mesh_of
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from mx_jax.codecs.explicit_axes import partitions, split_axes, vary_alike, vary
     ],
 )
 def test_split(shape, spec, pieces, inside, parts):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(AxisType.Explicit, a=2, b=4)
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
         out = jax.eval_shape(lambda x: split_axes(x, pieces, inside), x)
@@ -32,7 +33,7 @@ def test_split(shape, spec, pieces, inside, parts):
 
 
 def test_operands_vary_along_the_axes_of_all():
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(a=2, b=4)
     seen = []
 
     def shard(x, y, z):

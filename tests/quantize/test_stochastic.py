@@ -96,3 +96,9 @@ def test_every_width_is_right_on_average(num_bits: int):
     mean = float(q.dequantize().reshape(-1, 32)[:, 1:].mean())
     expected = 0.5 * np.floor(2 / 3 * 2**num_bits) / 2**num_bits
     assert abs(mean - expected) < 0.015
+
+
+@pytest.mark.parametrize("num_bits", [-1, 0, 18, 32])
+def test_number_of_random_bits(num_bits: int):
+    with pytest.raises(ValueError, match=rf"1 <= num_bits <= 17, got num_bits={num_bits}$"):
+        stochastic(num_bits)
