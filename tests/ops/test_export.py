@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import formats, recipes
+from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.target import Target
-from mx_jax.testing.cases import MatmulCase
 from tests.needs import needs_library
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)), jnp.float32)
@@ -111,10 +108,3 @@ def test_targets_are_those_of_the_library_that_programs_call():
     assert list(targets) == sorted(targets)
     assert {"mx_jax_cpu_matmul", "mx_jax_cpu_quantize", "mx_jax_cpu_matmul_packed"} <= {*targets}
     assert not any("peak" in name or "traffic" in name for name in targets)
-
-
-def test_kernels_of_constant_sizes_reject_symbolic_ones():
-    batch: Any = jax.export.symbolic_shape("batch")[0]
-    call = MatmulCase(lhs=None, rhs=formats.MXFP8_E4M3, m=(batch,), n=(64,), k=(64,)).call
-    reason = PALLAS_GPU.rejects(call, Target(platform="cuda", compute_capability=(9, 0)))
-    assert reason is not None and reason.startswith("needs constant sizes, got shape=(batch")
