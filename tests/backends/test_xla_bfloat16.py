@@ -27,6 +27,7 @@ from mx_jax.testing.backend_suite import (
     check_stagnating_sum,
 )
 from mx_jax.testing.cases import MATMUL_CASES, MatmulCase
+from tests.quick import lowered
 
 TPU = Target(platform="tpu")
 # Of GPUs one for which XLA has no block-scaled product.
@@ -223,11 +224,10 @@ def dots(
     """Types of operands and results of what a function multiplies, lowered for a machine."""
     kind = target.device_kind
     with mx_jax.testing.target(target.platform, target.compute_capability, device_kind=kind):
-        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(target.platform,))
-    lowered = text.as_text()
-    assert ("custom_call" in lowered) == has_kernels
-    products = DOT.findall(lowered)
-    assert len(products) == lowered.count("stablehlo.dot")
+        text = lowered(function, *shapes, platform=target.platform)
+    assert ("custom_call" in text) == has_kernels
+    products = DOT.findall(text)
+    assert len(products) == text.count("stablehlo.dot")
     # By `[blocks, 32 blocks]` zeros and ones TPUs spread scales.
     spread = re.compile(r"(\d+)x(\d+)xbf16")
     sizes = [
@@ -309,8 +309,7 @@ def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
         kind = "bf16" if dtype == "bfloat16" else "f32"
         assert types == (f"16x512x{kind}", f"512x256x{kind}", "16x256xf32")
         with mx_jax.testing.target(target.platform, target.compute_capability):
-            traced = jax.jit(product).trace(array(16, 512, dtype=dtype), w)
-        text = traced.lower(lowering_platforms=(target.platform,)).as_text()
+            text = lowered(product, array(16, 512, dtype=dtype), w, platform=target.platform)
         assert dtype == "bfloat16" or shown in text
 
 
@@ -351,7 +350,7 @@ def test_experts_multiply_bfloat16(recipe: str):
     step = jax.value_and_grad(loss, (0, 1))
     shapes = array(2, 64, 32), array(16, 64), array(2, dtype="int32")
     with mx_jax.testing.target("tpu"):
-        text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+        text = lowered(step, *shapes, platform="tpu")
         lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     of = r"tensor<[\dx]*x(\w+)>"
     products = re.findall(rf'"chlo.ragged_dot".*: \({of}, {of}, {of}\) -> {of}', text)

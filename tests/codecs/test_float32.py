@@ -1,4 +1,4 @@
-"""Bit patterns: narrowing, exact down to the last subnormal, and sums in one order."""
+"""Bit patterns: widening and narrowing, exact down to the last subnormal, and sums in one order."""
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ def patterns(rng: np.random.Generator) -> np.ndarray:
             specials | np.uint32(1 << 31),
         ]
     ).view(np.int32)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_every_16_bit_value_widens_exactly(dtype: np.dtype):
+    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    bits = np.asarray(jax.jit(float32.to_bits)(x)).view(np.float32)
+    assert_bitwise_equal(bits, x.astype(np.float32), what=str(dtype), any_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)

@@ -1,8 +1,6 @@
 """Programs saved by jax.export: with open sizes, and in a process that has only imported mx_jax."""
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
 from tests.needs import needs_library
+from tests.processes import printed
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)), jnp.float32)
 
@@ -80,10 +79,8 @@ def test_a_new_process_needs_the_import_alone(tmp_path: Path):
     program = exported(weight_only, batch, 64)
     file = tmp_path / "program"
     file.write_bytes(program.serialize())
-    command = [sys.executable, "-c", LOADER, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == float(weight_only(jnp.ones((5, 64))).sum())
+    result = float(printed("-c", LOADER, file))
+    assert result == float(weight_only(jnp.ones((5, 64))).sum())
 
 
 @needs_library
