@@ -174,3 +174,21 @@ def test_eager_calls_are_compiled_once_and_without_jit_too():
         compiled = lowering._jitted.cache_info().misses
         jax.tree.map(np.testing.assert_array_equal, pack(), expected)
     assert compiled and lowering._jitted.cache_info().misses == compiled
+
+
+def test_programs_of_equal_shapes_and_other_formats_differ():
+    """JAX keeps programs in a folder by their text, and codes of these formats are alike."""
+    x, w = draw(4, 64), draw(64, 32)
+
+    def texts(format: str) -> list[str]:
+        codes = quantized(64, 32, format=format)
+        multiply = functools.partial(mx_jax.matmul, recipe="high_precision")
+        runs = (
+            (cast(format), w),
+            (mx_jax.pack_weights, codes),
+            (multiply, x, packed(64, 32, format=format)),
+        )
+        return [lowered(run, *operands) for run, *operands in runs]
+
+    pairs = zip(texts("mxfp8_e4m3"), texts("mxint8"), strict=True)
+    assert all("mx_jax_cpu" in one and one != other for one, other in pairs)
