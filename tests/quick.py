@@ -24,11 +24,11 @@ if jax.__version_info__ < (0, 11):
 quick = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
-def with_gradients(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """The product and both cotangents of an operation, of its operands and a cotangent."""
+def with_gradients(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The product and both cotangents of an operation, of its operands, a cotangent and more."""
 
-    def run(x: Any, w: Any, g: Any) -> Any:
-        product, pullback = jax.vjp(operation, x, w)
+    def run(x: Any, w: Any, g: Any, *more: Any) -> Any:
+        product, pullback = jax.vjp(lambda x, w: operation(x, w, *more), x, w)
         return product, *pullback(g)
 
     return run

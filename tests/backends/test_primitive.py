@@ -25,15 +25,10 @@ from tests.sharding.collectives import mesh_of
 P = PartitionSpec
 MXFP4 = mx_jax.formats.MXFP4
 
-
-@pytest.fixture(name="x")
-def _x() -> jax.Array:
-    return jnp.asarray(draw_few_octaves(np.random.default_rng(0), (8, 64)))
-
-
-@pytest.fixture(name="w")
-def _w() -> jax.Array:
-    return jnp.asarray(draw_few_octaves(np.random.default_rng(1), (64, 32)))
+X, W = (
+    jnp.asarray(draw_few_octaves(np.random.default_rng(seed), shape))
+    for seed, shape in enumerate(((8, 64), (64, 32)))
+)
 
 
 def product(x: Any, w: Any) -> jax.Array:
@@ -54,13 +49,13 @@ RUNS = {"product": product, "gradients": step, "batch": batched}
 
 @needs_library
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
+def test_unsharded_programs_call_handlers(run: Any):
     with mx_jax.only_backend("cpu_ffi"):
-        expected = handlers(run, x, w)
+        expected = handlers(run, X, W)
     assert expected
-    assert handlers(run, x, w) == expected
-    assert handlers(run, *jax.device_put((x, w), jax.devices()[3])) == expected
-    assert handlers(run, *map(jax.typeof, (x, w))) == expected
+    assert handlers(run, X, W) == expected
+    assert handlers(run, *jax.device_put((X, W), jax.devices()[3])) == expected
+    assert handlers(run, *map(jax.typeof, (X, W))) == expected
 
 
 def answering(name: str, kind: type, run: Any, several: bool) -> Backend:
@@ -109,10 +104,10 @@ def test_on_each_device_by_itself():
     assert (jax.pmap(way)(jnp.zeros((8, 1))) == 1).all()
 
 
-def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
+def test_derivatives_are_those_of_plain_jax():
     """A kernel has none: here one that gives zeros."""
     zeros = answering("zeros", MatmulCall, lambda x, w, call: jnp.zeros((8, 32)), True)
-    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    stored = mx_jax.quantize(W, "mxfp4", axis=0)
     case = MatmulCase(lhs=None, rhs=MXFP4, m=(8,), n=(32,), k=(64,), rhs_k_first=True)
 
     def multiply(x: jax.Array) -> jax.Array:
@@ -120,18 +115,18 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
             return bind(case.call, x, stored)
 
     for run in (lambda x: x, quick):
-        assert (run(multiply)(x) == 0).all()
-        slope = run(jax.grad(lambda x: multiply(x).sum()))(x)
-        expected = np.broadcast_to(np.asarray(stored.dequantize()).sum(1), x.shape)
+        assert (run(multiply)(X) == 0).all()
+        slope = run(jax.grad(lambda x: multiply(x).sum()))(X)
+        expected = np.broadcast_to(np.asarray(stored.dequantize()).sum(1), X.shape)
         np.testing.assert_allclose(slope, expected, rtol=1e-6)
 
 
 @needs_library
-def test_debug_nans_names_the_call(x: jax.Array):
+def test_debug_nans_names_the_call():
     """JAX runs a program with a NaN once more, equation by equation: not without end."""
-    nan = jnp.full_like(x, jnp.inf)
+    nan = jnp.full_like(X, jnp.inf)
     with jax.debug_nans(True):
-        assert bool(jnp.isfinite(mx_jax.cast(x, "mxfp4")).all())
+        assert bool(jnp.isfinite(mx_jax.cast(X, "mxfp4")).all())
         for run in (mx_jax.cast, jax.jit(mx_jax.cast, static_argnums=1)):
             with pytest.raises(FloatingPointError, match=r"nan.* encountered in mx_call"):
                 run(nan, "mxfp4")
@@ -142,7 +137,6 @@ def test_debug_nans_names_the_call(x: jax.Array):
 HOST = functools.partial(mx_jax.testing.target, "cuda", (9, 0), num_devices=8, counted=False)
 ROWS, WEIGHTS = (np.ones(shape, jnp.bfloat16) for shape in ((64, 256), (256, 128)))
 weight_only = functools.partial(mx_jax.matmul, recipe=mx_jax.recipes.weight_only("mxfp4"))
-
 
 for_cuda = functools.partial(lowered, platform="cuda")
 

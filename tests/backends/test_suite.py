@@ -90,7 +90,6 @@ _ASKED_CASES = (
     *cases.ATTEND_CASES,
 )
 
-
 _CHECKS = tuple(
     pytest.param(check, case, id=f"{check.__name__.removeprefix('check_')}-{case}")
     for check, drawn in (

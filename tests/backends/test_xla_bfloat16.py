@@ -36,7 +36,6 @@ ACCELERATORS = (TPU, Target(platform="rocm"), TURING)
 ACCEPTED = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
 EXTREMES = tuple(case for case in EXTREME_CASES if case.quantized_lhs)
 
-
 WIDE = formats.BlockFormat(
     name="wide",
     element=formats.ElementFormat(name="e2m5", exponent_bits=2, mantissa_bits=5, bias=1),
@@ -44,7 +43,6 @@ WIDE = formats.BlockFormat(
     block=(1, 16),
 )
 SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
-
 
 run = jax.jit(XLA_BFLOAT16.run, static_argnums=0)
 
@@ -311,16 +309,6 @@ def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
         with mx_jax.testing.target(target.platform, target.compute_capability):
             text = lowered(product, array(16, 512, dtype=dtype), w, platform=target.platform)
         assert dtype == "bfloat16" or shown in text
-
-
-def test_explain_names_the_way():
-    """From the selection itself; what is not covered, with its reason."""
-    explanation = mx_jax.inspect.explain("mxfp8", 8, 64, 32, dtype="bfloat16", target=TPU)
-    products = [(row.backend, row.how) for row in explanation.rows if row.kind == "product"]
-    assert products == 3 * [("xla_bfloat16", "XLA bfloat16 dot, float32 sums")]
-    text = str(mx_jax.inspect.explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=TPU))
-    assert text.count("-> xla_bfloat16") == 0
-    assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
 
 
 @pytest.mark.slow

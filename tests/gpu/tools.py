@@ -41,8 +41,7 @@ NEEDS_COMPILER = [
 
 def run(script: str | Path, folder: Path, *arguments: str) -> str:
     """What a script, by default of this folder, prints; ptxas's reports land in `folder`."""
-    root = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    added = {"PYTHONPATH": root, "PATH": search_path(), "MOSAIC_GPU_DUMP_TO": str(folder)}
+    added = {"PATH": search_path(), "MOSAIC_GPU_DUMP_TO": str(folder)}
     return printed(FOLDER / script, *arguments, **added)
 
 

@@ -21,7 +21,6 @@ at = np.s_
 ROWS = np.array([2, 0, 0, -1], np.int32)
 TABLE = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
 
-
 # format, shape, axis, block size, the indices that its blocks allow
 ALLOWED = [
     (
@@ -214,7 +213,6 @@ def array(shape: tuple[int, ...], format: str = "mxfp8_e4m3", **how: Any) -> MXA
 
 # Made where it is needed: every worker of a run reads every file.
 later = functools.partial(functools.partial, array)
-
 
 RESHAPES = [
     ("merge rows", later((2, 3, 64)), (6, 64), ((-1, 32),)),

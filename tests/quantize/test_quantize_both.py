@@ -9,10 +9,7 @@ import pytest
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
 
-
-@pytest.fixture
-def x() -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (3, 40, 96))
+X = jax.random.normal(jax.random.key(0), (3, 40, 96))
 
 
 def singly(x, axes=(-1, -2), key=None, **options):
@@ -31,20 +28,20 @@ def singly(x, axes=(-1, -2), key=None, **options):
     ],
     ids=lambda options: options["format"],
 )
-def test_as_two_single_casts(options, x: jax.Array):
+def test_as_two_single_casts(options):
     both = jax.jit(lambda x: (mx_jax.quantize_both(x, **options), singly(x, **options)))
-    jax.tree.map(assert_bitwise_equal, *both(x))
+    jax.tree.map(assert_bitwise_equal, *both(X))
 
 
-def test_gradients_pass_straight_through_both(x: jax.Array):
-    weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
+def test_gradients_pass_straight_through_both():
+    weights = jax.random.normal(jax.random.key(2), (2, *X.shape))
 
     def loss(x):
         pair = mx_jax.quantize_both(x, "mxfp8_e4m3")
         return sum((q.dequantize() * w).sum() for q, w in zip(pair, weights, strict=True))
 
     for function in (loss, jax.checkpoint(loss)):
-        assert_bitwise_equal(jax.jit(jax.grad(function))(x), weights[0] + weights[1])
+        assert_bitwise_equal(jax.jit(jax.grad(function))(X), weights[0] + weights[1])
 
 
 @pytest.mark.parametrize(

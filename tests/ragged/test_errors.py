@@ -17,7 +17,6 @@ from tests.recipes.uniform import uniform
 M, K, N, GROUPS = 12, 16, 8, 3
 SPEC = operand(MXFP4.with_block(8), scale_rule="even")
 
-
 RECIPE = uniform(SPEC)
 X, W, SIZES = np.ones((M, K), np.float32), np.ones((GROUPS, K, N), np.float32), [4, 4, 4]
 BAD_ARGUMENTS = {

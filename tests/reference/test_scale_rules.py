@@ -45,7 +45,6 @@ from tests.quick import quick
 
 F = np.float32
 
-
 # Normal numbers beside every guard, among them 2^-100 and 1e-12 times the largest elements.
 MAGNITUDES = np.array(
     [1e-12, 3e-12, 1, 1.75, 6, 448, 449, 3e30, 2.0**-100 * 448, 2.0**-99 * 448, 2.0**-101], F

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import OPTIONS, with_gradients
-from tests.sharding.collectives import gathered, mesh_of
+from tests.sharding.collectives import gathered
 
 P = PartitionSpec
 BATCH, TOKENS, FEATURES, UNITS = 3, 128, 128, 32
@@ -20,10 +20,7 @@ MXFP4 = mx_jax.recipes.mxfp4()
 # Codes and scales of one weight.
 PACKED = FEATURES * UNITS * 17 // 32
 
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return mesh_of(fsdp=4)
+AXES = {"fsdp": 4}
 
 
 def draw(*shape: int) -> jax.Array:
@@ -53,16 +50,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("run", "many", "each", "lhs", "rhs", "moved"), CASES.values(), ids=CASES)
-def test_codes_move(
-    run: Any,
-    many: tuple[int, ...],
-    each: tuple[int, ...],
-    lhs: PartitionSpec,
-    rhs: PartitionSpec,
-    moved: int,
-    mesh: Mesh,
-):
+@pytest.mark.parametrize("case", CASES)
+def test_codes_move(case: str, mesh: Mesh):
+    run, many, each, lhs, rhs, moved = CASES[case]
     x, w = draw(*many, FEATURES), draw(*each, FEATURES, UNITS)
     places = tuple(NamedSharding(mesh, spec) for spec in (lhs, rhs, X))
     operands = jax.device_put((x, w, draw(BATCH, TOKENS, UNITS) / 2), places)

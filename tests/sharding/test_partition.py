@@ -35,16 +35,13 @@ WEIGHTS = FEATURES * UNITS
 MXFP4 = recipes.mxfp4()
 FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
 
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    return draw_all((TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS))
+ARRAYS = draw_all((TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS))
 
 
 @pytest.fixture(scope="module")
-def expected(arrays: Any) -> Any:
+def expected() -> Any:
     """Of one device, by MXFP4."""
-    return quick(step(MXFP4))(*arrays)
+    return quick(step(MXFP4))(*ARRAYS)
 
 
 def step(recipe: Any) -> Any:
@@ -81,9 +78,9 @@ WANTED = {
 
 @pytest.mark.slow(but="FSDP|tensor, row|both")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, mesh: Mesh, arrays: Any, expected: Any):
+def test_layouts(layout: str, mesh: Mesh, expected: Any):
     x, w, g = LAYOUTS[layout]
-    text, actual = compiled(step(MXFP4), mesh, arrays, (x, w, g), (g, x, w))
+    text, actual = compiled(step(MXFP4), mesh, ARRAYS, (x, w, g), (g, x, w))
     check(actual, expected)
     assert gathered(text) == gathered(text, "u8") == WANTED.get(layout, 0)
 
@@ -116,13 +113,13 @@ ROWS = {"FSDP on k": (64, 64, 128), "sequence, column": (64, 256, 64)}
 
 
 @pytest.mark.parametrize("layout", ROWS)
-def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any, expected: Any):
+def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, expected: Any):
     """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
     specs = LAYOUTS[layout]
     wanted = tuple(NamedSharding(mesh, specs[number]) for number in (2, 0, 1))
     programs = []
     for recipe in (MXFP4, None):
-        operands = place(mesh, arrays, specs)
+        operands = place(mesh, ARRAYS, specs)
         jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
         program = jitted.lower(*operands).compile()
         programs.append((program.as_text(), program(*operands)))
@@ -142,17 +139,17 @@ def total(program: str) -> int:
     return sum(exchange.nbytes for exchange in collectives(program))
 
 
-def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any, expected: Any):
+def test_nothing_says_where_the_product_lies(mesh: Mesh, expected: Any):
     """Then it lies as lax's would."""
     specs = P("fsdp"), P("fsdp", "model"), P("fsdp")
-    text, actual = compiled(step(MXFP4), mesh, arrays, specs)
-    _, theirs = compiled(step(None), mesh, arrays, specs)
+    text, actual = compiled(step(MXFP4), mesh, ARRAYS, specs)
+    _, theirs = compiled(step(None), mesh, ARRAYS, specs)
     check(actual, expected)
     assert [a.sharding.spec for a in actual] == [a.sharding.spec for a in theirs]
     assert not [c for c in collectives(text) if c.kind == "all-gather" and c.dtype != "u8"]
 
 
-def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh, arrays: Any):
+def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh):
     """float8 by tensors: no layer waits for the maximum of its own kernel."""
     recipe = recipes.weight_only("float8_tensorwise_e4m3")
 
@@ -161,17 +158,17 @@ def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh, arrays: An
             x = jnp.tanh(mx_jax.matmul(x, w, recipe=recipe))
         return x
 
-    square = arrays[0][:FEATURES]
-    operands, specs = (arrays[0], square, 2 * square, 3 * square), (P("fsdp"),) * 4
+    square = ARRAYS[0][:FEATURES]
+    operands, specs = (ARRAYS[0], square, 2 * square, 3 * square), (P("fsdp"),) * 4
     text, _ = compiled(layers, mesh, operands, specs)
     maxima = re.findall(r"= (\(.*?\)|\S+) all-reduce\(", text)
     assert [len(re.findall(r"\w\[", kind)) for kind in maxima] == [3], maxima
 
 
-def test_axes_cut_in_two(arrays: Any):
+def test_axes_cut_in_two():
     """A reshape leaves a part of a mesh axis to each of two axes: no mesh says that."""
     mesh = mesh_of(data=8)
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
         y = mx_jax.matmul(x.reshape(2, TOKENS // 2, FEATURES), w, recipe=MXFP4)
@@ -182,9 +179,9 @@ def test_axes_cut_in_two(arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
-def test_under_a_loop_of_remat(mesh: Mesh, arrays: Any):
+def test_under_a_loop_of_remat(mesh: Mesh):
     """Under vmap: test_batches.py."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     inner = jax.checkpoint(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4))
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -197,10 +194,10 @@ def test_under_a_loop_of_remat(mesh: Mesh, arrays: Any):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
-def test_second_derivatives(mesh: Mesh, arrays: Any):
+def test_second_derivatives(mesh: Mesh):
     """A kernel in high precision has a gradient that depends on it."""
     recipe = recipes.weight_only("mxfp4")
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
     run = jax.grad(lambda x: jnp.sum(jnp.tanh(mx_jax.matmul(x, stored, recipe=recipe))))
     second = jax.grad(lambda x: jnp.vdot(run(x), x))
@@ -209,9 +206,9 @@ def test_second_derivatives(mesh: Mesh, arrays: Any):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_programs_that_compute_otherwise_differ(mesh: Mesh, arrays: Any):
+def test_programs_that_compute_otherwise_differ(mesh: Mesh):
     """The key of a compilation cache may leave out the number of a rule, and sees shapes alone."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
 
     def text(format: str) -> str:
         run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.weight_only(format)))
@@ -229,10 +226,10 @@ EXPLICIT = {
 
 
 @pytest.mark.parametrize("layout", EXPLICIT)
-def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any, expected: Any):
+def test_an_explicit_mesh_that_is_not_in_context(layout: str, expected: Any):
     """Operands' types say where the product and its gradients are, as they do of lax's."""
     mesh = mesh_of(AxisType.Explicit)
-    operands = place(mesh, arrays, EXPLICIT[layout])
+    operands = place(mesh, ARRAYS, EXPLICIT[layout])
     lies = operands[2].sharding
 
     def run(multiply: Any) -> Any:
@@ -253,7 +250,7 @@ def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any, expec
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any, expected: Any):
+def test_shard_map_over_a_part_of_the_axes(kind: AxisType, expected: Any):
     """Axes that are not in `axis_names` stay the compiler's, or types': it moves no more there."""
     mesh = mesh_of(kind)
     specs = P("fsdp"), P(None, "model"), P("fsdp", "model")
@@ -263,7 +260,7 @@ def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any, expected
         run = jax.shard_map(
             step(recipe), in_specs=outer, out_specs=(outer[2], *outer[:2]), axis_names={"fsdp"}
         )
-        programs.append(compiled(run, mesh, arrays, specs, (specs[2], *specs[:2])))
+        programs.append(compiled(run, mesh, ARRAYS, specs, (specs[2], *specs[:2])))
     (text, actual), (theirs, _) = programs
     # On explicit axes JAX 0.10 moves an array of the input's size once more.
     is_older = jax.__version_info__ < (0, 11) and kind is AxisType.Explicit
