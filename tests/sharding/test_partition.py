@@ -1,5 +1,6 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
+import functools
 import re
 from typing import Any
 
@@ -179,8 +180,44 @@ def test_axes_cut_in_two():
     check([actual], [quick(run)(x, w)])
 
 
+# Which operands are stacked, where they lie, and how many weights' codes and scales move.
+BATCHES = {
+    "one weight": ((0, None), P(None, "fsdp"), P("fsdp"), 2),
+    "a weight each": ((0, 0), P(None, "fsdp"), P(None, "fsdp"), 6),
+    "one input": ((None, 0), P("fsdp"), P(None, "fsdp"), 6),
+}
+
+
+def stacked(array: np.ndarray, axis: int | None) -> np.ndarray:
+    return array if axis is None else np.stack([array, -array, 2 * array], axis)
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_codes_move_under_vmap(case: str, mesh: Mesh):
+    axes, lhs, rhs, moved = BATCHES[case]
+    operands = [*map(stacked, ARRAYS, (*axes, 0))]
+    run = with_gradients(jax.vmap(functools.partial(mx_jax.matmul, recipe=MXFP4), axes))
+    out = P(None, "fsdp")
+    text, actual = compiled(run, mesh, operands, (lhs, rhs, out), (out, lhs, rhs))
+    assert gathered(text, "u8") == gathered(text) == moved * WEIGHTS * 17 // 32
+    with mx_jax.only_backend("reference"):
+        expected = quick(run)(*operands)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (2, 3)], ids=str)
+def test_batches_of_batches(axes: tuple[int | None, int | None], mesh: Mesh):
+    """Operands that hold their contracted axes first, in products with a batch."""
+    x, w = map(stacked, draw_all((2, 128, 128), (2, 128, 32)), axes)
+    numbers = (((1,), (1,)), ((0,), (0,)))
+    run = jax.vmap(lambda x, w: mx_jax.dot_general(x, w, numbers, recipe=MXFP4), axes)
+    expected = run(x, w)
+    with jax.set_mesh(mesh):
+        assert_bitwise_equal(quick(run)(x, w), expected)
+
+
 def test_under_a_loop_of_remat(mesh: Mesh):
-    """Under vmap: test_batches.py."""
     x, w, _ = ARRAYS
     inner = jax.checkpoint(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4))
 

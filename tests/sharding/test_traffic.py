@@ -6,6 +6,7 @@ The programs are those of `python -m benchmarks.collectives`, whose table docs/b
 import dataclasses
 import functools
 import json
+import math
 from collections import Counter
 from typing import Any
 
@@ -39,6 +40,7 @@ from benchmarks.collectives import (
     step,
 )
 from mx_jax import recipes
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.inspect import explain
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -175,6 +177,51 @@ def test_sums_of_shards_are_within_their_bound(wide: bool, rng: np.random.Genera
     assert (error <= (once if wide else 8 * unit * magnitude)).all()
     # A bound that nothing comes near to would tell nothing.
     assert wide or (error > once).any()
+
+
+NVFP4 = recipes.nvfp4()
+# Terms of a sum, devices, and half a unit in the last place.
+TERMS, DEVICES, HALF_ULP = 512, 8, 2.0**-24
+
+
+def bound(devices: int) -> float:
+    """Of the sum of magnitudes: docs/sharding.md derives it."""
+    return (REFERENCE.epsilon_bound * math.sqrt(TERMS / devices) + devices - 1) * HALF_ULP
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_codes_of_nvfp4_are_those_of_one_device_and_sums_are_near(
+    is_split: bool, rng: np.random.Generator
+):
+    """Parts have tensor scales of their own, 64 times as large on one device."""
+
+    def run(x: Any, w: Any) -> Any:
+        left = mx_jax.quantize(x, "nvfp4", scale_rule=NVFP4.output.lhs.scale_rule)
+        right = mx_jax.quantize(w, "nvfp4", axis=0, scale_rule=NVFP4.output.rhs.scale_rule)
+        return left, right, mx_jax.matmul(x, w, recipe=NVFP4)
+
+    x, w = (rng.standard_normal(shape, np.float32) for shape in ((16, TERMS), (TERMS, 64)))
+    x[:, : TERMS // DEVICES] *= 64
+    with jax.set_mesh(mesh := mesh_of(d=DEVICES)):
+        specs = (P(None, "d"), P("d")) if is_split else (P("d"), P(None, "d"))
+        *parts, product = jax.jit(run)(*place(mesh, (x, w), specs))
+    *expected, alone = jax.jit(run)(x, w)
+    values = []
+    for one, other in zip(parts, expected, strict=True):
+        for name in ("codes", "scales", "tensor_scale"):
+            assert_bitwise_equal(getattr(one, name), getattr(other, name), what=name)
+        # Exact in float64: an element, its block's scale and the tensor's have 2, 4 and 24 digits.
+        exact = one.dequantize(jnp.float32) / np.asarray(one.tensor_scale)
+        digits = np.round(np.asarray(exact, np.float64) * 2.0**12) / 2.0**12
+        values.append(digits * np.asarray(one.tensor_scale, np.float64))
+    exact, magnitude = values[0] @ values[1], abs(values[0]) @ abs(values[1])
+    # Each operand's values are rounded once where its tensor scale is multiplied in.
+    rounded = 2 * HALF_ULP * magnitude
+    devices = DEVICES if is_split else 1
+    assert (abs(product - exact) <= bound(devices) * magnitude + rounded).all()
+    assert (abs(alone - exact) <= bound(1) * magnitude + rounded).all()
+    # The bound is no more than twice what is seen of a sum whose terms are not random.
+    assert abs(product - exact).max() > 0
 
 
 def test_recipes_say_how_devices_add_up():
