@@ -154,8 +154,7 @@ EVERY_SET = {
         ragged/test_products""",
     "by how many rows kernels are worth while, on each of several devices too": """
         cli/test_env contracts/test_docs convert/test_weights inspect/test_explain
-        nn/test_stored_kernels sharding/test_batches sharding/test_packed
-        sharding/test_partition""",
+        nn/test_stored_kernels sharding/test_packed sharding/test_partition""",
     "bits of whole programs": "fingerprint",
 }
 

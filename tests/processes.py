@@ -12,7 +12,8 @@ def run_python(
     *arguments: str | Path, cwd: Path = ROOT, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *arguments`, its environment with these variables, without those of None."""
-    environment = {**os.environ, "PYTHONPATH": str(cwd), **variables}
+    paths = os.pathsep.join(filter(None, [str(cwd), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,

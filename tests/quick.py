@@ -6,6 +6,7 @@ rounding, of speed, or of what XLA makes of a program: they keep a user's compil
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,11 +24,11 @@ if jax.__version_info__ < (0, 11):
 quick = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
-def with_gradients(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """The product and both cotangents of an operation, of its operands and a cotangent."""
+def with_gradients(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The product and both cotangents of an operation, of its operands, a cotangent and more."""
 
-    def run(x: Any, w: Any, g: Any) -> Any:
-        product, pullback = jax.vjp(operation, x, w)
+    def run(x: Any, w: Any, g: Any, *more: Any) -> Any:
+        product, pullback = jax.vjp(lambda x, w: operation(x, w, *more), x, w)
         return product, *pullback(g)
 
     return run
@@ -36,6 +37,11 @@ def with_gradients(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any, 
 def lowered(run: Callable[..., Any], *operands: Any, platform: str = "cpu") -> str:
     """The program for a platform, which need not be there."""
     return jax.jit(run).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def handlers(run: Callable[..., Any], *operands: Any, platform: str = "cpu") -> list[str]:
+    """The compiled handlers that the program for a platform calls, sorted, without their prefix."""
+    return sorted(re.findall(r"@mx_jax_cpu_(\w+)\(", lowered(run, *operands, platform=platform)))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,11 +75,6 @@ def lowered(run: Callable[..., Any], *operands: Any) -> str:
     """A program for a GPU whose kernels are preferred."""
     with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
         return jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:
-    """Parameters of a test: all cases, of which only some run by default."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def few_octaves(rng: np.random.Generator, x: MXArray) -> MXArray:

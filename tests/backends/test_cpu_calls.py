@@ -1,10 +1,10 @@
 """Wrong calls of the CPU's handlers, and calls that they leave to others."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,32 +20,16 @@ from tests.needs import needs_library
 CPU = Target(platform="cpu")
 
 
-def u8(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+def shapes_of(dtype: str) -> Callable[..., jax.ShapeDtypeStruct]:
+    return lambda *shape: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
 
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def zeros_of(dtype: str) -> Callable[..., np.ndarray]:
+    return lambda *shape: np.zeros(shape, dtype)
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def zeros(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.uint8)
-
-
-def floats(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def ints(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.int32)
-
-
-def keys(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.uint32)
+u8, i32, f32 = map(shapes_of, ("uint8", "int32", "float32"))
+zeros, ints, keys, floats = map(zeros_of, ("uint8", "int32", "uint32", "float32"))
 
 
 def along(axis: int, format: Any = MXFP8_E4M3, shape: Any = (40, 64), **how: Any) -> QuantizeCase:

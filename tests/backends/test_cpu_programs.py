@@ -1,16 +1,14 @@
 """Programs with handlers: a batch is one call, and other platforms get plain JAX."""
 
-import collections
 import contextlib
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
@@ -21,7 +19,8 @@ from mx_jax.ops.product import transformed
 from mx_jax.recipes import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
-from tests.quick import lowered
+from tests.quick import handlers, lowered
+from tests.sharding.collectives import mesh_of
 
 P = PartitionSpec
 pytestmark = [needs_library, pytest.mark.usefixtures("insist", "kernels_alone")]
@@ -47,13 +46,6 @@ def cast(format: str, axis: int = -1) -> Any:
     return functools.partial(mx_jax.quantize, format=format, axis=axis)
 
 
-def handlers(run: Any, *operands: Any, platform: str = "cpu") -> collections.Counter[str]:
-    """How often a lowered program calls which handler."""
-    text = lowered(run, *operands, platform=platform)
-    assert "stablehlo.while" not in text
-    return collections.Counter(re.findall(r"@mx_jax_cpu_(\w+)\(", text))
-
-
 # Batches ------------------------------------------------------------------------------------------
 
 STACK = 3
@@ -77,7 +69,7 @@ BATCHES: dict[str, tuple[Any, Any, tuple[tuple[int | None, ...], ...], str]] = {
         lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"),
         lambda: [draw(STACK, 40, 64), draw(STACK, 64, 50)],
         ((0, None), (None, 0), (0, 0)),
-        "quantize quantize matmul",
+        "matmul quantize quantize",
     ),
     "packed": (
         product,
@@ -103,14 +95,14 @@ BATCHES: dict[str, tuple[Any, Any, tuple[tuple[int | None, ...], ...], str]] = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_is_one_call(name: str):
     run, make, ways, calls = BATCHES[name]
-    expected = collections.Counter(calls.split())
     for axes in ways:
         stacks = [
             jax.tree.map(lambda leaf: leaf[0], each) if axis is None else each
             for each, axis in zip(make(), axes, strict=True)
         ]
         mapped = jax.vmap(run, axes)
-        assert handlers(mapped, *stacks) == expected, axes
+        assert handlers(mapped, *stacks) == calls.split(), axes
+        assert "stablehlo.while" not in lowered(mapped, *stacks)
         warned = pytest.warns(UserWarning, match="packed weights are unpacked at every call")
         with warned if name == "packed" else contextlib.nullcontext():
             assert not handlers(mapped, *stacks, platform="cuda")
@@ -134,10 +126,6 @@ def outlier() -> jax.Array:
     return jnp.asarray(x)
 
 
-def mesh_of_all() -> Mesh:
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-
 def test_devices_that_share_a_call_each_compute_it():
     """`only_backend` gives the handlers' bits, of operands that are gathered."""
 
@@ -146,7 +134,7 @@ def test_devices_that_share_a_call_each_compute_it():
 
     x, w = outlier(), quantized(128, 96)
     specs = P(None, "a"), P("a", "b")
-    places = [NamedSharding(mesh_of_all(), spec) for spec in specs]
+    places = [NamedSharding(mesh_of(a=4, b=2), spec) for spec in specs]
     operands = jax.device_put(x, places[0]), mx_jax.sharding.device_put(w, places[1])
     program = jax.jit(run).lower(*operands).compile()
     assert "mx_jax_cpu" in str(program.as_text())
@@ -156,7 +144,7 @@ def test_devices_that_share_a_call_each_compute_it():
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_below_shard_map(check_vma: bool):
     """Operands may vary differently, and each shard has its tensor scale."""
-    mesh = mesh_of_all()
+    mesh = mesh_of(a=4, b=2)
 
     def sharded(local: Any, specs: Any, out: Any, *operands: Any) -> Any:
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
@@ -186,3 +174,21 @@ def test_eager_calls_are_compiled_once_and_without_jit_too():
         compiled = lowering._jitted.cache_info().misses
         jax.tree.map(np.testing.assert_array_equal, pack(), expected)
     assert compiled and lowering._jitted.cache_info().misses == compiled
+
+
+def test_programs_of_equal_shapes_and_other_formats_differ():
+    """JAX keeps programs in a folder by their text, and codes of these formats are alike."""
+    x, w = draw(4, 64), draw(64, 32)
+
+    def texts(format: str) -> list[str]:
+        codes = quantized(64, 32, format=format)
+        multiply = functools.partial(mx_jax.matmul, recipe="high_precision")
+        runs = (
+            (cast(format), w),
+            (mx_jax.pack_weights, codes),
+            (multiply, x, packed(64, 32, format=format)),
+        )
+        return [lowered(run, *operands) for run, *operands in runs]
+
+    pairs = zip(texts("mxfp8_e4m3"), texts("mxint8"), strict=True)
+    assert all("mx_jax_cpu" in one and one != other for one, other in pairs)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -106,6 +107,7 @@ REJECTED_ON_HOPPER: list[tuple[Call, str]] = [
     (dense(dtype="float16"), "activations in bfloat16, or quantized, got lhs_dtype=float16"),
     (dense(lhs=ROWWISE), "needs values that bfloat16 holds on both sides, got lhs=float8"),
     (dense(out_dtype="float64"), "gives float32, bfloat16 or float16, got out_dtype=flo"),
+    (dense(m=jax.export.symbolic_shape("rows")), "needs constant sizes, got shape=(rows"),
     (dense(k=(2, 40)), "whole blocks of 32, got rhs_shape=(7, 2, 40), contracting=(1, 2)"),
     (dense(m=(2**20,), k=(2**11,)), "at most 2147483647 elements, got lhs_shape=(104857"),
     (dense(n=(65535 * 64 + 1,), k=(32,)), "at most 4194240 rows, got rhs_shape=(4194241,"),

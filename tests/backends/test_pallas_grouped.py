@@ -23,11 +23,11 @@ from tests.backends.mosaic import (
     few_octaves,
     interpreter,
     lowered,
-    mostly_slow,
     needs_mosaic,
     packed,
     packing_backend,
 )
+from tests.needs import slow
 
 # Groups of none, of one, of several and of more than a tile, and rows of none.
 SHORT, LONG = (0, 1, 7, 0, 13), (3, 140, 0, 9)
@@ -79,17 +79,15 @@ def test_each_row_belongs_to_one_visit(tile_rows: int, rng: np.random.Generator)
 PRODUCTS = [
     case_of(MXFP4, sizes=(0, 1, 7, 5), rows=16),
     case_of(MXFP8_E5M2, MXFP8_E4M3, k=300),
-]
-SLOW_PRODUCTS = [
-    case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16"),
-    case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False),
-    case_of(MXFP8_E5M2, sizes=LONG, rows=155, k=1024, n=130, out_dtype="float16"),
-    case_of(NVFP4, NVFP4, k=64),
+    slow(case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16")),
+    slow(case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False)),
+    slow(case_of(MXFP8_E5M2, sizes=LONG, rows=155, k=1024, n=130, out_dtype="float16")),
+    slow(case_of(NVFP4, NVFP4, k=64)),
 ]
 
 
 @needs_mosaic
-@pytest.mark.parametrize("case", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
 def test_is_the_reference_after_rounding(case: RaggedCase):
     lhs, rhs, sizes = operands(case)
     weights = packed(case.call, rhs)
@@ -135,13 +133,15 @@ def experts(k: int, n: int, format: str = "mxfp4") -> Any:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("n", [40, 1000])
-def test_any_number_of_columns_is_lowered(n: int):
-    """Mosaic wants whole tiles of what is copied, where there are several."""
+@pytest.mark.parametrize(("n", "integers"), [(40, "int32"), (1000, "int64")])
+def test_any_number_of_columns_is_lowered(n: int, integers: str):
+    """Mosaic wants whole tiles of what is copied, where there are several; of 64 bits or not."""
     x, recipe = jnp.ones((64, 512), jnp.bfloat16), mx_jax.recipes.weight_only("mxfp4")
-    multiply = functools.partial(mx_jax.ragged_dot, recipe=recipe)
-    text = lowered(multiply, x, experts(512, n), jnp.zeros(4, jnp.int32))
-    assert "mx_jax_grouped_" in text and f"-> (tensor<64x{n}xbf16>" in text
+    multiply, weights = functools.partial(mx_jax.ragged_dot, recipe=recipe), experts(512, n)
+    with jax.enable_x64(integers == "int64"):
+        text = lowered(multiply, x, weights, jax.ShapeDtypeStruct((4,), integers))
+    assert "mx_jax_grouped_wgmma_mxfp4" in text and f"-> (tensor<64x{n}xbf16>" in text
+    assert "chlo.ragged_dot" not in text
 
 
 @needs_mosaic
@@ -155,12 +155,3 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     assert "mx_jax_grouped_wgmma" in text
     masks = re.findall(r"stablehlo.select .*tensor<64x512x(?:bf16|f32)>", text)
     assert bool(masks) == (recipe == "nvfp4")
-
-
-@needs_mosaic
-def test_lowers_where_integers_have_64_bits():
-    run = functools.partial(mx_jax.ragged_dot, recipe="mxfp4")
-    x, w = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), experts(64, 64)
-    with jax.enable_x64(True):
-        text = lowered(run, x, w, jax.ShapeDtypeStruct((4,), jnp.int64))
-    assert "mx_jax_grouped_wgmma_mxfp4" in text and "chlo.ragged_dot" not in text

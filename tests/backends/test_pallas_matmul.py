@@ -23,12 +23,12 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import (
     has_race,
     interpreter,
-    mostly_slow,
     needs_mosaic,
     packed,
     packing_backend,
     whole_numbers,
 )
+from tests.needs import slow
 
 WEIGHTS = (*formats.MX_FORMATS, NVFP4)
 
@@ -54,15 +54,13 @@ PRODUCTS = [
     case_of(MXINT8, k=(64,)),
     case_of(NVFP4, n=(130,), k=(40,)),
     two(MXFP4, MXFP8_E4M3, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True),
-]
-SLOW_PRODUCTS = [
-    case_of(MXFP4.with_block(64), k=(200,)),
+    slow(case_of(MXFP4.with_block(64), k=(200,))),
     # A tensor scale for each matrix of the batch.
-    case_of(NVFP4, batch=(2,), m=(3,), n=(70,), k=(96,)),
+    slow(case_of(NVFP4, batch=(2,), m=(3,), n=(70,), k=(96,))),
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
 def test_is_the_reference_after_rounding(case: MatmulCase, rng: np.random.Generator):
     lhs, rhs = whole_numbers(rng, case)
     interpret = interpreter()
@@ -189,16 +187,12 @@ def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[A
 
 @pytest.mark.parametrize(
     "what",
-    mostly_slow(
-        [
-            FOUR,
-            SHARED,
-            (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, splits=3), "float32"),
-            (NVFP4, Tiles(m=8, n=192, k=256, stages=3, splits=2), "float16"),
-        ],
+    [
         FOUR,
         SHARED,
-    ),
+        slow((MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, splits=3), "float32")),
+        slow((NVFP4, Tiles(m=8, n=192, k=256, stages=3, splits=2), "float16")),
+    ],
     ids=str,
 )
 def test_hopper_is_the_reference_with_any_tiles(what: tuple[BlockFormat, Tiles, str]):

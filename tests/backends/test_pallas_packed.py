@@ -1,4 +1,4 @@
-"""Weights packed ahead of time for GPU kernels: products in the interpreter."""
+"""Weights packed ahead of time for GPU kernels: what they hold, and what is lowered."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,15 @@ from mx_jax.backends.calls import MatmulCall, OperandType, PackCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.backends.target import Target
-from mx_jax.formats import MXFP8_E5M2, NVFP4, BlockFormat
+from mx_jax.formats import (
+    MX_FORMATS,
+    MXFP4,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXINT8,
+    NVFP4,
+    BlockFormat,
+)
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
@@ -34,10 +42,14 @@ def pack(w: MXArray, call: MatmulCall) -> PackedMXArray:
     return packed
 
 
-@pytest.mark.parametrize("format", [MXFP8_E5M2, NVFP4], ids=str)
+FORMATS = (*MX_FORMATS, NVFP4, MXFP4.with_block(48), MXFP8_E4M3.with_block(128))
+
+
+@pytest.mark.slow(but="mxfp8_e5m2|nvfp4|mxfp6_e3m2|48")
+@pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_packed_weights_are_the_mxarray(format: BlockFormat, rng: np.random.Generator):
     """Every code and scale, NaN among them, in any order of axes, stacked by vmap or not."""
-    facts: dict[str, Any] = {"batch": (2,), "m": (1,), "n": (5, 3), "k": (2, 64)}
+    facts: dict[str, Any] = {"batch": (2,), "m": (1,), "n": (5, 26), "k": (2, 384)}
     case = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", rhs_k_first=True, **facts)
     _, w = case.operands(rng)
     assert isinstance(w, MXArray)
@@ -62,7 +74,25 @@ def test_packed_weights_are_the_mxarray(format: BlockFormat, rng: np.random.Gene
     assert stacked.serves((2, 3), (0, 1)) and not stacked.serves((1, 2), (0,))
 
 
-# As a user's code has them ------------------------------------------------------------------------
+STORED_BITS = {MXFP4: 4.5, NVFP4: 5, MXFP6_E3M2: 8.5, MXFP8_E4M3: 8.5, MXINT8: 8.5}
+
+
+def test_size_of_packed_weights():
+    for format, bits in STORED_BITS.items():
+        packed = jax.eval_shape(
+            lambda w, format=format: PackedWeights.of(mx_jax.quantize(w, format)),
+            jax.ShapeDtypeStruct((1, 128, 256), jnp.bfloat16),
+        )
+        assert 4 * (packed.codes.size + packed.scales.size) == 128 * 256 * bits / 8
+
+
+def test_a_nan_among_the_codes_becomes_its_blocks_scale():
+    w = mx_jax.quantize(jnp.ones((1, 2, 64)), "mxfp8_e5m2")
+    codes = jnp.full(w.shape, 0x7C, jnp.uint8).at[0, 1, 40].set(0xFD)
+    w = dataclasses.replace(w, codes=codes, scales=jnp.full((1, 2, 2), 127, jnp.uint8))
+    halves = np.asarray(jax.jit(lambda w: PackedWeights.of(w).scales)(w)).view(jnp.bfloat16)
+    first, second = halves.astype(np.float32).reshape(2, -1, 64, 2)[0, 0, :2]
+    np.testing.assert_array_equal([first, second], [[1, 1], [1, np.nan]])
 
 
 def test_lowers_where_integers_have_64_bits():

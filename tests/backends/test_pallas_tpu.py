@@ -44,6 +44,8 @@ def test_casts(format: formats.BlockFormat, rule: str, shape: tuple[int, ...], w
     drawn[..., :32, :32] = 0
     x = draw.draw_any_bits(rng, shape, BFLOAT16) if wild else drawn.astype(BFLOAT16)
     call = cases._both(format, shape, dtype="bfloat16", scale_rule=rule).call
+    for each in (call, call.first, call.second):
+        assert PALLAS_TPU.rejects(each, Target(platform="tpu")) is None
     both = quick(functools.partial(INTERPRETED.run, call))(x, (None, None), None)
     for cast, beside, result in zip(
         (call.first, call.second), (None, call.first), both, strict=True

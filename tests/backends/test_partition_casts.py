@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.calls import QuantizeCall
@@ -21,7 +21,7 @@ from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 from tests.quick import lowered, with_gradients
-from tests.sharding.collectives import collectives
+from tests.sharding.collectives import collectives, mesh_of
 
 P = PartitionSpec
 CPU = Target(platform="cpu")
@@ -46,7 +46,7 @@ SPECS = (P("a"), P(("a", "b")), P(None, ("a", "b")), P("a", "b"), P())
 def test_parts_are_those_of_one_device(
     name: str, axis: int, spec: PartitionSpec, rng: np.random.Generator
 ):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(a=4, b=2)
     x = rng.normal(size=(64, 64)) * np.exp2(rng.integers(-8, 8, size=(64, 64)))
     x = jnp.asarray(x, jnp.bfloat16)
     run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=axis))
@@ -60,15 +60,19 @@ def test_parts_are_those_of_one_device(
     assert all(exchange.dtype != "bf16" and exchange.nbytes <= x.size // 8 for exchange in moved)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+OTHER_RULES: dict[str, dict[str, Any]] = {
+    "mxfp4": {"scale_rule": "rceil", "rounding": "stochastic", "key": jax.random.key(0)},
+    "nvfp4": {"scale_rule": "four_over_six"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RULES)
 def test_shared_blocks_by_other_rules(name: str, rng: np.random.Generator):
     """Each value rounds by its own bits, wherever its block's neighbours are; scales that are no
     function of the maximum alone see whole blocks, whose values are gathered."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    x, key = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32), jax.random.key(0)
-    how: dict[str, Any] = {"mxfp4": dict(scale_rule="rceil", rounding="stochastic", key=key)}
-    how["nvfp4"] = dict(scale_rule="four_over_six")
-    run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0, **how[name]))
+    mesh = mesh_of(a=8)
+    x = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
+    run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0, **OTHER_RULES[name]))
     actual = run(jax.device_put(x, NamedSharding(mesh, P("a"))))
     jax.tree.map(assert_bitwise_equal, actual, run(x))
 
@@ -81,7 +85,7 @@ def test_casts_and_products_of_accelerators_too(name: str, number: int, platform
 
     TPUs have no custom partitioning (`tests/tpu` compiles).
     """
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(a=8)
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
 
     def step(x: jax.Array) -> Any:

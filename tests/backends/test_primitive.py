@@ -1,14 +1,13 @@
 """Calls as equations: lowering picks what computes them, by the platform and the devices."""
 
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.calls import DequantizeCall, MatmulCall
@@ -20,20 +19,16 @@ from mx_jax.inspect import explain
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
-from tests.quick import lowered, quick
+from tests.quick import handlers, lowered, quick
+from tests.sharding.collectives import mesh_of
 
 P = PartitionSpec
 MXFP4 = mx_jax.formats.MXFP4
 
-
-@pytest.fixture(name="x")
-def _x() -> jax.Array:
-    return jnp.asarray(draw_few_octaves(np.random.default_rng(0), (8, 64)))
-
-
-@pytest.fixture(name="w")
-def _w() -> jax.Array:
-    return jnp.asarray(draw_few_octaves(np.random.default_rng(1), (64, 32)))
+X, W = (
+    jnp.asarray(draw_few_octaves(np.random.default_rng(seed), shape))
+    for seed, shape in enumerate(((8, 64), (64, 32)))
+)
 
 
 def product(x: Any, w: Any) -> jax.Array:
@@ -52,20 +47,15 @@ def batched(x: Any, w: Any) -> jax.Array:
 RUNS = {"product": product, "gradients": step, "batch": batched}
 
 
-def handlers(run: Any, *operands: Any) -> list[str]:
-    """The compiled handlers that a lowered program calls."""
-    return sorted(re.findall(r"@(mx_jax_cpu_\w+)", lowered(run, *operands)))
-
-
 @needs_library
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
+def test_unsharded_programs_call_handlers(run: Any):
     with mx_jax.only_backend("cpu_ffi"):
-        expected = handlers(run, x, w)
+        expected = handlers(run, X, W)
     assert expected
-    assert handlers(run, x, w) == expected
-    assert handlers(run, *jax.device_put((x, w), jax.devices()[3])) == expected
-    assert handlers(run, *map(jax.typeof, (x, w))) == expected
+    assert handlers(run, X, W) == expected
+    assert handlers(run, *jax.device_put((X, W), jax.devices()[3])) == expected
+    assert handlers(run, *map(jax.typeof, (X, W))) == expected
 
 
 def answering(name: str, kind: type, run: Any, several: bool) -> Backend:
@@ -99,7 +89,7 @@ def way(x: jax.Array) -> jax.Array:
 )
 def test_where_arrays_lie_decides(run: Any):
     """Inside jit and outside, whatever is asked where the program is lowered."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
     x = jnp.zeros((8, 1))
     assert (run(x) == 1).all() and (run(np.zeros((8, 1))) == 1).all()
     assert (run(jax.device_put(x, jax.devices()[5])) == 1).all()
@@ -108,16 +98,16 @@ def test_where_arrays_lie_decides(run: Any):
 
 
 def test_on_each_device_by_itself():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     each = jax.shard_map(way, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert (quick(each)(jnp.zeros(8)) == 1).all()
     assert (jax.pmap(way)(jnp.zeros((8, 1))) == 1).all()
 
 
-def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
+def test_derivatives_are_those_of_plain_jax():
     """A kernel has none: here one that gives zeros."""
     zeros = answering("zeros", MatmulCall, lambda x, w, call: jnp.zeros((8, 32)), True)
-    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    stored = mx_jax.quantize(W, "mxfp4", axis=0)
     case = MatmulCase(lhs=None, rhs=MXFP4, m=(8,), n=(32,), k=(64,), rhs_k_first=True)
 
     def multiply(x: jax.Array) -> jax.Array:
@@ -125,18 +115,18 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
             return bind(case.call, x, stored)
 
     for run in (lambda x: x, quick):
-        assert (run(multiply)(x) == 0).all()
-        slope = run(jax.grad(lambda x: multiply(x).sum()))(x)
-        expected = np.broadcast_to(np.asarray(stored.dequantize()).sum(1), x.shape)
+        assert (run(multiply)(X) == 0).all()
+        slope = run(jax.grad(lambda x: multiply(x).sum()))(X)
+        expected = np.broadcast_to(np.asarray(stored.dequantize()).sum(1), X.shape)
         np.testing.assert_allclose(slope, expected, rtol=1e-6)
 
 
 @needs_library
-def test_debug_nans_names_the_call(x: jax.Array):
+def test_debug_nans_names_the_call():
     """JAX runs a program with a NaN once more, equation by equation: not without end."""
-    nan = jnp.full_like(x, jnp.inf)
+    nan = jnp.full_like(X, jnp.inf)
     with jax.debug_nans(True):
-        assert bool(jnp.isfinite(mx_jax.cast(x, "mxfp4")).all())
+        assert bool(jnp.isfinite(mx_jax.cast(X, "mxfp4")).all())
         for run in (mx_jax.cast, jax.jit(mx_jax.cast, static_argnums=1)):
             with pytest.raises(FloatingPointError, match=r"nan.* encountered in mx_call"):
                 run(nan, "mxfp4")
@@ -148,7 +138,6 @@ HOST = functools.partial(mx_jax.testing.target, "cuda", (9, 0), num_devices=8, c
 ROWS, WEIGHTS = (np.ones(shape, jnp.bfloat16) for shape in ((64, 256), (256, 128)))
 weight_only = functools.partial(mx_jax.matmul, recipe=mx_jax.recipes.weight_only("mxfp4"))
 
-
 for_cuda = functools.partial(lowered, platform="cuda")
 
 
@@ -159,7 +148,7 @@ def lying(x: Any, mesh: Any, *axes: str) -> jax.ShapeDtypeStruct:
 @pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="this JAX does not lower the kernels")
 def test_unsharded_programs_run_the_kernel():
     """And sharded ones what no kernel computes: `jit` would gather for it."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     with HOST(), mx_jax.prefer_backends("pallas_gpu"):
         packed = mx_jax.pack_weights(mx_jax.quantize(WEIGHTS, "mxfp4", axis=0))
         assert isinstance(packed, mx_jax.PackedMXArray)
@@ -182,7 +171,7 @@ def test_parts_of_a_product_are_computed_by_what_takes_one_device():
         shape = [side.shape[axis] for _, side in call.sides for axis in side.axes.kept]
         return jnp.ones(shape, call.out_dtype)
 
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     x, w = jnp.full((8, 32), 2.0), mx_jax.quantize(jnp.ones((32, 8)), "mxfp4", axis=0)
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
     there = jax.device_put((x, w), jax.devices()[3])

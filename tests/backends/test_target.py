@@ -16,6 +16,7 @@ import mx_jax
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target, of_platform
 from mx_jax.testing import target
+from tests.quick import lowered
 
 CPU = jax.devices("cpu")
 H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
@@ -152,7 +153,7 @@ def test_what_was_traced_for_a_gpu_is_lowered_for_a_cpu():
     product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
     native = "f8E4M3FN>) -> tensor<4x8xf32>"
     assert native not in product.lower(x, w).as_text()
-    assert native in product.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert native in lowered(product, x, w, platform="cuda")
     with mx_jax.only_backend("reference"):
         expected = product(x, w)
     np.testing.assert_array_equal(product(x, w), expected)

@@ -34,6 +34,7 @@ A100, H200 = (Target(platform="cuda", compute_capability=(major, 0)) for major i
 V4, V6E, TPU7X = (
     Target(platform="tpu", device_kind=f"TPU{kind}") for kind in (" v4", " v6 lite", "7x")
 )
+ROCM = Target(platform="rocm")
 NONE, EIGHT = "XLA's dot has no native units for", "needs two operands in 8 bits"
 OTHER = "multiplies elements of one kind, got lhs=int8_rowwise,"
 WHOLE = "needs one scale along the contracting axis"
@@ -41,7 +42,7 @@ WHOLE = "needs one scale along the contracting axis"
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: MatmulCase):
-    for target in (H200, V6E if case.lhs is INT8 else TPU7X):
+    for target in (H200, *((V6E, A100) if case.lhs is INT8 else (TPU7X, ROCM))):
         assert XLA.rejects(case.call, target) is None
     with lowering(Lowering(on_one_device=True)):  # several may add up in the product's dtype
         check_matmul(XLA, case)

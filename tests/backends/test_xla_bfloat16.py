@@ -27,6 +27,7 @@ from mx_jax.testing.backend_suite import (
     check_stagnating_sum,
 )
 from mx_jax.testing.cases import MATMUL_CASES, MatmulCase
+from tests.quick import lowered
 
 TPU = Target(platform="tpu")
 # Of GPUs one for which XLA has no block-scaled product.
@@ -35,7 +36,6 @@ ACCELERATORS = (TPU, Target(platform="rocm"), TURING)
 ACCEPTED = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
 EXTREMES = tuple(case for case in EXTREME_CASES if case.quantized_lhs)
 
-
 WIDE = formats.BlockFormat(
     name="wide",
     element=formats.ElementFormat(name="e2m5", exponent_bits=2, mantissa_bits=5, bias=1),
@@ -43,7 +43,6 @@ WIDE = formats.BlockFormat(
     block=(1, 16),
 )
 SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
-
 
 run = jax.jit(XLA_BFLOAT16.run, static_argnums=0)
 
@@ -223,11 +222,10 @@ def dots(
     """Types of operands and results of what a function multiplies, lowered for a machine."""
     kind = target.device_kind
     with mx_jax.testing.target(target.platform, target.compute_capability, device_kind=kind):
-        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(target.platform,))
-    lowered = text.as_text()
-    assert ("custom_call" in lowered) == has_kernels
-    products = DOT.findall(lowered)
-    assert len(products) == lowered.count("stablehlo.dot")
+        text = lowered(function, *shapes, platform=target.platform)
+    assert ("custom_call" in text) == has_kernels
+    products = DOT.findall(text)
+    assert len(products) == text.count("stablehlo.dot")
     # By `[blocks, 32 blocks]` zeros and ones TPUs spread scales.
     spread = re.compile(r"(\d+)x(\d+)xbf16")
     sizes = [
@@ -309,19 +307,8 @@ def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
         kind = "bf16" if dtype == "bfloat16" else "f32"
         assert types == (f"16x512x{kind}", f"512x256x{kind}", "16x256xf32")
         with mx_jax.testing.target(target.platform, target.compute_capability):
-            traced = jax.jit(product).trace(array(16, 512, dtype=dtype), w)
-        text = traced.lower(lowering_platforms=(target.platform,)).as_text()
+            text = lowered(product, array(16, 512, dtype=dtype), w, platform=target.platform)
         assert dtype == "bfloat16" or shown in text
-
-
-def test_explain_names_the_way():
-    """From the selection itself; what is not covered, with its reason."""
-    explanation = mx_jax.inspect.explain("mxfp8", 8, 64, 32, dtype="bfloat16", target=TPU)
-    products = [(row.backend, row.how) for row in explanation.rows if row.kind == "product"]
-    assert products == 3 * [("xla_bfloat16", "XLA bfloat16 dot, float32 sums")]
-    text = str(mx_jax.inspect.explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=TPU))
-    assert text.count("-> xla_bfloat16") == 0
-    assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
 
 
 @pytest.mark.slow
@@ -351,7 +338,7 @@ def test_experts_multiply_bfloat16(recipe: str):
     step = jax.value_and_grad(loss, (0, 1))
     shapes = array(2, 64, 32), array(16, 64), array(2, dtype="int32")
     with mx_jax.testing.target("tpu"):
-        text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+        text = lowered(step, *shapes, platform="tpu")
         lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     of = r"tensor<[\dx]*x(\w+)>"
     products = re.findall(rf'"chlo.ragged_dot".*: \({of}, {of}, {of}\) -> {of}', text)

@@ -35,6 +35,7 @@ from mx_jax.formats import (
 )
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.codecs.by_numpy import by_numpy
+from tests.quick import lowered
 
 BYTES = np.arange(256, dtype=np.uint8)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
@@ -169,16 +170,13 @@ def test_a_near_quotient_becomes_the_nearest(units: int, rng: np.random.Generato
 
 def test_only_gpus_divide_in_float64():
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    nested = jax.jit(lambda a, b: true_divide(true_divide(a, b), b)).trace(x, x)
-    text = nested.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(lambda a, b: true_divide(true_divide(a, b), b), x, x, platform="cuda")
     # XLA for GPUs leaves out a conversion to float32 and back: the first quotient was not rounded.
     rounded = re.findall(r"stablehlo.reduce_precision .*format = e8m23 : tensor<8xf64>", text)
     assert len(rounded) == text.count("stablehlo.divide") == 2
-    traced = jax.jit(true_divide).trace(x, x)
-    texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    texts = {name: lowered(true_divide, x, x, platform=name) for name in ("cpu", "cuda")}
     assert "xf64>" in texts["cuda"] and "f64" not in texts["cpu"]
-    of_elements = jax.jit(divide_elements).trace(x, x)
-    texts = {name: of_elements.lower(lowering_platforms=(name,)).as_text() for name in texts}
+    texts = {name: lowered(divide_elements, x, x, platform=name) for name in texts}
     assert "shift_left" in texts["cuda"] and "shift_left" not in texts["cpu"]
     assert not any("f64" in text for text in texts.values())
 

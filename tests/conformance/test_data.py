@@ -2,7 +2,6 @@
 
 import collections
 import hashlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -84,46 +83,37 @@ ALL_BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 IS_NAN = np.isnan(ALL_BFLOAT16.astype(np.float32))
 
 
-MODES = pytest.mark.parametrize(
-    "mode", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"]
-)
-
-
 def element(name: str) -> ElementFormat:
     return FORMATS[name].element
 
 
-@MODES
-def test_decode(mode: Callable):
+def test_decode():
     codes = {e: jnp.arange(1 << element(e).bits, dtype=jnp.uint8) for e in DECODE}
-    values = mode(lambda codes: {e: decode(codes[e], element(e)) for e in codes})(codes)
+    values = jax.jit(lambda codes: {e: decode(codes[e], element(e)) for e in codes})(codes)
     for name, array in DECODE.items():
         expected = arrays("tables.npz")[array].view(np.float32)
         assert_bitwise_equal(values[name], expected, what=array, any_nan=True)
 
 
-@MODES
-def test_decode_e8m0(mode: Callable):
-    # Under jit a float32 subnormal in and out of a program keeps its bits: nothing is computed.
-    values = mode(lambda b: scale_to_float32(b, E8M0))(jnp.arange(256, dtype=jnp.uint8))
+def test_decode_e8m0():
+    # A float32 subnormal in and out of a program keeps its bits: nothing is computed.
+    values = jax.jit(lambda b: scale_to_float32(b, E8M0))(jnp.arange(256, dtype=jnp.uint8))
     expected = arrays("tables.npz")["decode_e8m0_f32"].view(np.float32)
     assert_bitwise_equal(values, expected, what="decode_e8m0_f32", any_nan=True)
 
 
-@MODES
-def test_cast(mode: Callable):
+def test_cast():
     x = jnp.asarray(ALL_BFLOAT16)
-    codes = mode(lambda x: {e: encode(x, element(e)) for e in CAST})(x)
+    codes = jax.jit(lambda x: {e: encode(x, element(e)) for e in CAST})(x)
     for name, array in CAST.items():
         check_cast(codes[name], array, element(name))
 
 
-@MODES
-def test_cast_without_saturation(mode: Callable):
+def test_cast_without_saturation():
     x = jnp.asarray(ALL_BFLOAT16)
-    codes = mode(lambda x: {e: encode(x, element(e), saturate=False) for e in CAST_NOT_SATURATING})(
-        x
-    )
+    codes = jax.jit(
+        lambda x: {e: encode(x, element(e), saturate=False) for e in CAST_NOT_SATURATING}
+    )(x)
     for name, array in CAST_NOT_SATURATING.items():
         check_cast(codes[name], array, element(name))
 
@@ -145,8 +135,7 @@ def check_cast(codes: jax.Array, array: str, element: ElementFormat) -> None:
         )
 
 
-@MODES
-def test_dequantize_every_code_under_every_scale(mode: Callable):
+def test_dequantize_every_code_under_every_scale():
     def every(name: str) -> MXArray:
         count = 1 << element(name).bits
         return MXArray(
@@ -159,7 +148,7 @@ def test_dequantize_every_code_under_every_scale(mode: Callable):
 
     inputs = {name: every(name) for name in ELEMENTS}
     dtypes = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-    values = mode(
+    values = jax.jit(
         lambda inputs: {
             (name, dtype): inputs[name].dequantize(dtypes[dtype]) for name, dtype in DEQUANTIZE
         }
@@ -169,14 +158,13 @@ def test_dequantize_every_code_under_every_scale(mode: Callable):
         assert_bitwise_equal(values[key], expected, what=array, any_nan=True)
 
 
-@MODES
-def test_stochastic_rounding_by_stored_bits(mode: Callable):
+def test_stochastic_rounding_by_stored_bits():
     stored = arrays("stochastic.npz")
     inputs = {
         key: (from_bits(stored[x]), stored[random].astype(np.int32))
         for key, (x, random, _) in STOCHASTIC.items()
     }
-    codes = mode(
+    codes = jax.jit(
         lambda inputs: {
             (name, bits): encode(
                 inputs[name, bits][0],
@@ -191,8 +179,7 @@ def test_stochastic_rounding_by_stored_bits(mode: Callable):
         assert_bitwise_equal(codes[key], stored[array], what=array)
 
 
-@MODES
-def test_nvfp4_special_blocks_of_a_peer(mode: Callable):
+def test_nvfp4_special_blocks_of_a_peer():
     """torchao's NVFP4 of NaN and Inf: what its steps give is reproduced step by step.
 
     `quantize` deviates on purpose: a block with Inf becomes NaN there (NUMERICS.md, NVFP4), where
@@ -210,7 +197,7 @@ def test_nvfp4_special_blocks_of_a_peer(mode: Callable):
         return stored, written, decoded
 
     x = jnp.asarray(from_bits(peer["special_in_f32"]))
-    stored, written, decoded = mode(steps)(x)
+    stored, written, decoded = jax.jit(steps)(x)
     assert_bitwise_equal(stored, scales, what="special_scale_l1")
     # Row 0 holds a NaN: its scale is NaN, and codes under such a scale are DO NOT CARE.
     assert scales[0] == 0x7F

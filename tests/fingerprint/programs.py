@@ -27,6 +27,8 @@ from mx_jax.formats import BLOCK_FORMATS, FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCK
 from mx_jax.nn import KVCache
 from mx_jax.packed import Quantized
 from mx_jax.sharding import Gather, device_put
+from tests.quick import with_gradients
+from tests.sharding.collectives import mesh_of
 
 P = PartitionSpec
 KEY = 7
@@ -109,23 +111,13 @@ def peak_of(recipe: Any) -> float:
     return spec.scale_rule.largest_value(spec.format) / 256
 
 
-def step(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """A product and its gradients by both operands; further arguments go to the product."""
-
-    def run(x: Any, w: Any, g: Any, *more: Any) -> Any:
-        y, pullback = jax.vjp(lambda x, w: multiply(x, w, *more), x, w)
-        return y, *pullback(g)
-
-    return run
-
-
 def matmul_step(recipe: Any, **options: Any) -> Callable[..., Any]:
     recipe = recipes.from_name(recipe) if isinstance(recipe, str) else recipe
     if recipe.is_stochastic:
-        return step(
+        return with_gradients(
             lambda x, w, key: mx_jax.matmul(x, w, recipe=recipe, key=jax.random.key(key), **options)
         )
-    return step(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, **options))
+    return with_gradients(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, **options))
 
 
 # Recipes ------------------------------------------------------------------------------------------
@@ -193,7 +185,7 @@ def _packed_both() -> Program:
 def _ragged(name: str) -> Program:
     x, g = drawn(0, 128, 128), drawn(2, 128, 64)
     w = drawn(1, 3, 128, 64)
-    run = step(lambda x, w, sizes: mx_jax.ragged_dot(x, w, sizes, recipe=name))
+    run = with_gradients(lambda x, w, sizes: mx_jax.ragged_dot(x, w, sizes, recipe=name))
     return Program(run, (x, w, g, np.array([40, 0, 70], np.int32)))
 
 
@@ -212,7 +204,8 @@ def _einsum(subscripts: str) -> Program:
     shapes = [tuple(sizes[c] for c in term) for term in (*inputs.split(","), out)]
     arguments = [drawn(seed, *shape) for seed, shape in enumerate(shapes)]
     return Program(
-        step(lambda x, w: mx_jax.einsum(subscripts, x, w, recipe="mxfp8")), tuple(arguments)
+        with_gradients(lambda x, w: mx_jax.einsum(subscripts, x, w, recipe="mxfp8")),
+        tuple(arguments),
     )
 
 
@@ -232,7 +225,9 @@ def _remat() -> Program:
     def layer(x: Any, w: Any) -> Any:
         return jax.nn.relu(mx_jax.matmul(jax.nn.relu(x), w, recipe="mxfp8"))
 
-    return Program(step(jax.checkpoint(layer, policy=mx_jax.save_quantized)), operands(64, 128, 64))
+    return Program(
+        with_gradients(jax.checkpoint(layer, policy=mx_jax.save_quantized)), operands(64, 128, 64)
+    )
 
 
 @row("gradient of a gradient: mxfp8")
@@ -411,14 +406,10 @@ _LAYOUTS = {
 }
 
 
-def mesh_of(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2)) -> jax.sharding.Mesh:
-    return jax.make_mesh(shape, ("a", "b"), axis_types=(kind,) * 2)
-
-
 def on_mesh(
     run: Any, arrays: Any, specs: Any, results: Any = None, mesh: Any = None, **options: Any
 ) -> Program:
-    mesh = mesh or mesh_of()
+    mesh = mesh or mesh_of(a=4, b=2)
     placed = []
     for array, spec in zip(arrays, specs, strict=True):
         put = device_put if isinstance(array, Quantized) else jax.device_put
@@ -448,8 +439,8 @@ def _explicit(layout: str) -> Program:
     multiply = functools.partial(
         mx_jax.dot_general, dimension_numbers=numbers, recipe="mxfp4", out_sharding=g
     )
-    mesh = mesh_of(AxisType.Explicit)
-    return on_mesh(step(multiply), operands(256, 256, 128), (x, w, g), mesh=mesh)
+    mesh = mesh_of(AxisType.Explicit, a=4, b=2)
+    return on_mesh(with_gradients(multiply), operands(256, 256, 128), (x, w, g), mesh=mesh)
 
 
 @rows(["FSDP on k", "sequence, column"], "mesh, mxfp4, Gather:")
@@ -462,7 +453,7 @@ def _gather(layout: str) -> Program:
 
 @rows(["mxfp8", "mxfp4"], "mesh, shard_map, Gather on k:")
 def _shard_map(name: str) -> Program:
-    mesh = mesh_of()
+    mesh = mesh_of(a=4, b=2)
     recipe = dataclasses.replace(recipes.from_name(name), gather=Gather("a", rhs=P("a")))
     specs = (P("a"),) * 3
     run = jax.shard_map(matmul_step(recipe), mesh=mesh, in_specs=specs, out_specs=specs)
@@ -471,12 +462,12 @@ def _shard_map(name: str) -> Program:
 
 @row("mesh, shard_map, experts dispatched: mxfp4")
 def _experts() -> Program:
-    mesh = mesh_of(shape=(2, 1))
+    mesh = mesh_of(a=2, b=1)
     multiply = functools.partial(
         mx_jax.expert_ragged_dot, axis_name="a", recipe="mxfp4", capacity=32
     )
     run = jax.shard_map(
-        step(multiply), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False
+        with_gradients(multiply), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False
     )
     sizes = np.array([10, 20, 2, 0, 5, 0, 17, 10], np.int32)
     arrays = drawn(0, 64, 64), drawn(1, 4, 64, 32), drawn(2, 64, 32), sizes
@@ -489,7 +480,7 @@ def _ragged_mesh() -> Program:
     arrays = drawn(0, 128, 128), drawn(1, 3, 128, 64), drawn(2, 128, 64)
     specs = P("a"), P(None, "a"), P("a")
     sizes = np.array([40, 0, 70], np.int32)
-    run = step(lambda x, w, sizes: multiply(x, w, sizes))
+    run = with_gradients(lambda x, w, sizes: multiply(x, w, sizes))
     return on_mesh(run, (*arrays, sizes), (*specs, P()), (specs[2], *specs[:2]))
 
 

@@ -20,7 +20,8 @@ from mx_jax.backends.pallas_gpu.tiles import TILES
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import sass
 from tests.gpu.compile_for import GPUS
-from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, run, slow
+from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, run
+from tests.needs import slow
 
 pytestmark = NEEDS_COMPILER
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "plain_path.json"

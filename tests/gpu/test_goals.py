@@ -17,6 +17,7 @@ from benchmarks.timing import Spread
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4
 from tests.backends.mosaic import needs_mosaic
+from tests.quick import lowered
 
 DEVICES = {"H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200"}
 
@@ -99,12 +100,6 @@ def test_speeds_over_a_baseline():
     assert result.best_clock("other") is None and "no tiles" in result.failed["other"]
 
 
-def lowered(step: Step, function: Any, kind: str | None = None) -> str:
-    with mx_jax.testing.target("cuda", (9, 0), device_kind=kind):
-        traced = jax.jit(function).trace(*jax.eval_shape(step.draw))
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
 def dots(text: str) -> set[tuple[str, ...]]:
     """Dtypes of the operands and results of products of matrices; attention's have a batch."""
     of = r"tensor<[\dx]*x([a-z]\w*)>"
@@ -114,7 +109,12 @@ def dots(text: str) -> set[tuple[str, ...]]:
 
 def test_the_step_lowers_for_cuda():
     step = Step()
-    assert dots(lowered(step, step.in_bfloat16())) == {("bf16", "bf16", "bf16")}
-    plain = lowered(step, step.on_plain_path())
+    shapes = jax.eval_shape(step.draw)
+    with mx_jax.testing.target("cuda", (9, 0)):
+        narrow, plain = (
+            lowered(run, *shapes, platform="cuda")
+            for run in (step.in_bfloat16(), step.on_plain_path())
+        )
+    assert dots(narrow) == {("bf16", "bf16", "bf16")}
     assert dots(plain) == {("bf16", "bf16", "f32")}
     assert "f8E4M3" in plain and "mosaic_gpu" not in plain

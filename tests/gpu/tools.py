@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.processes import printed
 
 _WHEELS = "lib/python*/site-packages/nvidia/*/bin"
 FOLDER = Path(__file__).parent
@@ -38,21 +39,10 @@ NEEDS_COMPILER = [
 ]
 
 
-def slow(*case: Any) -> Any:
-    """What CI has no time for."""
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 def run(script: str | Path, folder: Path, *arguments: str) -> str:
     """What a script, by default of this folder, prints; ptxas's reports land in `folder`."""
-    root = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    added = {"PYTHONPATH": root, "PATH": search_path(), "MOSAIC_GPU_DUMP_TO": str(folder)}
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    result = subprocess.run(
-        command, env=os.environ | added, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    added = {"PATH": search_path(), "MOSAIC_GPU_DUMP_TO": str(folder)}
+    return printed(FOLDER / script, *arguments, **added)
 
 
 def compiled(folder: Path, target: str, *what: str) -> list[Path]:

@@ -13,11 +13,11 @@ from flax import nnx
 import mx_jax
 from mx_jax import recipes
 from mx_jax.ops.dot_general import RecipeDotGeneral
+from tests.ops.calls import CALLS
 from tests.quick import quick, with_gradients
 
 MXFP8 = recipes.mxfp8()
 X, W = np.ones((2, 40), np.float32), np.ones((40, 3), np.float32)
-PLAIN = (((1,), (0,)), ((), ()))
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,9 @@ def test_dtypes(lhs: Any, rhs: Any, side: str, dtype: str):
         f"shape={np.shape(lhs if side == 'lhs' else rhs)}; convert it first, e.g. "
         f"{side}.astype(jnp.float32)"
     )
-    for call in (
-        lambda: mx_jax.matmul(lhs, rhs, recipe=MXFP8),
-        lambda: mx_jax.einsum("mk,kn->mn", lhs, rhs, recipe=MXFP8),
-        lambda: mx_jax.dot_general(lhs, rhs, PLAIN, recipe=MXFP8),
-    ):
-        with pytest.raises(TypeError, match=re.escape(message)):
-            call()
+    for operation in ("matmul", "einsum", "dot_general"):
+        with pytest.raises(TypeError, match=re.escape(f"{operation}: {message}")):
+            CALLS[operation](lhs, rhs, recipe=MXFP8)
 
 
 def test_high_precision_takes_what_lax_takes():
@@ -64,9 +60,7 @@ def test_high_precision_takes_what_lax_takes():
 )
 def test_recipes(recipe: Any, hint: str):
     for operation, call in (
-        ("matmul", lambda: mx_jax.matmul(X, W, recipe=recipe)),
-        ("einsum", lambda: mx_jax.einsum("mk,kn->mn", X, W, recipe=recipe)),
-        ("dot_general", lambda: mx_jax.dot_general(X, W, PLAIN, recipe=recipe)),
+        *((name, functools.partial(call, X, W, recipe=recipe)) for name, call in CALLS.items()),
         ("explain", lambda: mx_jax.inspect.explain(recipe, 8, 32, 8)),
         ("RecipeDotGeneral", lambda: RecipeDotGeneral(recipe=recipe)),
         ("Dense", lambda: mx_jax.nn.linen.Dense(8, recipe=recipe)),
@@ -146,12 +140,6 @@ def test_depth_of_dimension_numbers(dimensions, error, message: str):
             mx_jax.dot_general(X, W, dimensions, recipe=recipe)
 
 
-CALLS = {
-    "matmul": lambda x, w, **options: mx_jax.matmul(x, w, **options),
-    "dot_general": lambda x, w, **options: mx_jax.dot_general(x, w, PLAIN, **options),
-    "einsum": lambda x, w, **options: mx_jax.einsum("mk,kn->mn", x, w, **options),
-    "ragged_dot": lambda x, w, **options: mx_jax.ragged_dot(x, w, [2], **options),
-}
 CALL = pytest.mark.parametrize("operation", CALLS)
 
 
@@ -203,16 +191,10 @@ def test_products_of_quantized_operands_are_floating_point(operation: str, dtype
         f"{operation}: the product of quantized operands is floating point, got "
         f"preferred_element_type={jnp.dtype(dtype).name}; use float32, bfloat16 or float16"
     )
-    w = W[None] if operation == "ragged_dot" else W
-    for recipe in (MXFP8, recipes.weight_only("mxfp4")):
+    stored, high = mx_jax.quantize(W, "mxfp4", axis=0), recipes.high_precision()
+    for w, recipe in ((W, MXFP8), (W, recipes.weight_only("mxfp4")), (stored, high)):
         with pytest.raises(TypeError, match=f"^{message}"):
             CALLS[operation](X, w, recipe=recipe, preferred_element_type=dtype)
-    stored = mx_jax.quantize(W, "mxfp4", axis=0)
-    if operation != "ragged_dot":
-        with pytest.raises(TypeError, match=f"^{message}"):
-            CALLS[operation](
-                X, stored, recipe=recipes.high_precision(), preferred_element_type=dtype
-            )
 
 
 @pytest.mark.parametrize("subscripts", [None, 3, ["mk,kn->mn"], b"mk,kn->mn"], ids=repr)

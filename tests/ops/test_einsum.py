@@ -1,11 +1,13 @@
-"""einsum against jnp.einsum: every shape of subscripts, bit for bit in high precision."""
+"""einsum against jnp.einsum: every shape of subscripts, and products that contract nothing."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import mx_jax
 from mx_jax import recipes
@@ -126,3 +128,60 @@ def test_a_sum_over_an_mxarray_is_refused():
     )
     with pytest.raises(ValueError, match="sum over an axis of an MXArray alone; pass dequantize"):
         mx_jax.einsum("ij,jk->i", x, w, recipe=recipes.mxfp8())
+
+
+# Products that contract nothing have nothing to quantize: they are XLA's own ----------------------
+
+
+A = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
+B = np.random.default_rng(1).standard_normal((3, 40)).astype(np.float32)
+OUTER_RECIPES = (recipes.mxfp8(), recipes.mxfp4_stochastic())
+BATCH = (((), ()), ((0, 1), (0, 1)))
+EINSUMS = {
+    "bk,bk->bk": (A, B),
+    "bk,ck->bck": (A, B),
+    "i,j->ij": (A[0], B[1]),
+    "i,j->ji": (A[0], B[1]),
+    "...k,k->...k": (A, B[0]),
+    "bk,b->kb": (A, B[:, 0]),
+    "b,->b": (A[0], B[0, 0]),
+}
+
+
+@pytest.mark.parametrize("recipe", OUTER_RECIPES, ids=lambda recipe: recipe.name)
+def test_nothing_contracted(recipe):
+    def run(operation, a, b):
+        product, pullback = jax.vjp(operation, a, b)
+        return product, *pullback(jnp.ones_like(product))
+
+    def both(subscripts, pair):
+        ours = functools.partial(mx_jax.einsum, subscripts, recipe=recipe)
+        return run(ours, *pair), run(functools.partial(jnp.einsum, subscripts), *pair)
+
+    run_all = quick(lambda pairs: list(map(both, EINSUMS, pairs)))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    for ours, theirs in run_all([*EINSUMS.values()]):
+        jax.tree.map(near, ours, theirs)
+
+
+def test_dot_general_is_lax_s():
+    for options in ({}, {"preferred_element_type": jnp.int32}, {"precision": "highest"}):
+        ours = mx_jax.dot_general(A, B, BATCH, recipe=OUTER_RECIPES[0], **options)
+        assert_bitwise_equal(ours, lax.dot_general(A, B, BATCH, **options))
+    mixed = mx_jax.dot_general(A, jnp.bfloat16(B), BATCH, recipe=OUTER_RECIPES[0])
+    assert mixed.dtype == jnp.float32
+    key = jax.random.key(0)
+    drawn = mx_jax.dot_general(A, B, BATCH, recipe=OUTER_RECIPES[1], key=key)
+    assert_bitwise_equal(drawn, lax.dot_general(A, B, BATCH))
+
+
+def test_what_is_quantized_already_is_read():
+    q = mx_jax.quantize(B, "mxfp8_e4m3")
+    product = mx_jax.dot_general(A, q, BATCH, recipe=OUTER_RECIPES[0])
+    assert_bitwise_equal(product, lax.dot_general(A, q.dequantize(), BATCH))
+    through = jax.grad(
+        lambda b: mx_jax.einsum(
+            "bk,bk->bk", A, mx_jax.quantize(b, "mxfp8_e4m3"), recipe=OUTER_RECIPES[0]
+        ).sum()
+    )(B)
+    np.testing.assert_allclose(through, A)

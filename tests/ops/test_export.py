@@ -1,8 +1,6 @@
 """Programs saved by jax.export: with open sizes, and in a process that has only imported mx_jax."""
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,10 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import formats, recipes
+from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.target import Target
-from mx_jax.testing.cases import MatmulCase
 from tests.needs import needs_library
+from tests.processes import printed
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)), jnp.float32)
 
@@ -83,10 +79,8 @@ def test_a_new_process_needs_the_import_alone(tmp_path: Path):
     program = exported(weight_only, batch, 64)
     file = tmp_path / "program"
     file.write_bytes(program.serialize())
-    command = [sys.executable, "-c", LOADER, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == float(weight_only(jnp.ones((5, 64))).sum())
+    result = float(printed("-c", LOADER, file))
+    assert result == float(weight_only(jnp.ones((5, 64))).sum())
 
 
 @needs_library
@@ -111,10 +105,3 @@ def test_targets_are_those_of_the_library_that_programs_call():
     assert list(targets) == sorted(targets)
     assert {"mx_jax_cpu_matmul", "mx_jax_cpu_quantize", "mx_jax_cpu_matmul_packed"} <= {*targets}
     assert not any("peak" in name or "traffic" in name for name in targets)
-
-
-def test_kernels_of_constant_sizes_reject_symbolic_ones():
-    batch: Any = jax.export.symbolic_shape("batch")[0]
-    call = MatmulCase(lhs=None, rhs=formats.MXFP8_E4M3, m=(batch,), n=(64,), k=(64,)).call
-    reason = PALLAS_GPU.rejects(call, Target(platform="cuda", compute_capability=(9, 0)))
-    assert reason is not None and reason.startswith("needs constant sizes, got shape=(batch")

@@ -12,6 +12,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.ops.calls import CALLS
 from tests.quick import quick
 
 KEY = jax.random.key(3)
@@ -19,7 +20,6 @@ NEAREST = recipes.mxfp4()
 DRAWS = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((64, 32)).astype(np.float32)
-PLAIN = (((1,), (0,)), ((), ()))
 
 
 def drawing(**products: MatmulSpec) -> Recipe:
@@ -28,12 +28,6 @@ def drawing(**products: MatmulSpec) -> Recipe:
 
 BOTH = MatmulSpec(lhs=DRAWS, rhs=DRAWS)
 BACKWARD = drawing(grad_input=BOTH, grad_weight=BOTH)
-CALLS = {
-    "matmul": lambda x, w, **options: mx_jax.matmul(x, w, **options),
-    "dot_general": lambda x, w, **options: mx_jax.dot_general(x, w, PLAIN, **options),
-    "einsum": lambda x, w, **options: mx_jax.einsum("mk,kn->mn", x, w, **options),
-    "ragged_dot": lambda x, w, **options: mx_jax.ragged_dot(x, w[None], [4], **options),
-}
 CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 

@@ -28,25 +28,18 @@ def as_mxfp4(x: np.ndarray, axis: int) -> mx_jax.MXArray:
     return mx_jax.quantize(x, "mxfp4", axis=axis, scale_rule="even")
 
 
-@pytest.fixture
-def x(rng: np.random.Generator) -> np.ndarray:
-    return draw_few_octaves(rng, (6, 70))
-
-
-@pytest.fixture
-def w(rng: np.random.Generator) -> np.ndarray:
-    return draw_few_octaves(rng, (70, 5))
+X, W = (draw_few_octaves(np.random.default_rng(0), shape) for shape in ((6, 70), (70, 5)))
 
 
 @pytest.mark.slow(but="both")
 @pytest.mark.parametrize("sides", ["lhs", "rhs", "both"])
-def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
+def test_codes_are_used_as_they_are(sides: str):
     """MXINT8 codes go into an MXFP4 product unchanged; the other operand becomes MXFP4."""
-    left, right = mx_jax.quantize(x, "mxint8"), mx_jax.quantize(w, "mxint8", axis=0)
+    left, right = mx_jax.quantize(X, "mxint8"), mx_jax.quantize(W, "mxint8", axis=0)
     if sides == "lhs":
-        arguments, used = (left, w), (left, as_mxfp4(w, 0))
+        arguments, used = (left, W), (left, as_mxfp4(W, 0))
     elif sides == "rhs":
-        arguments, used = (x, right), (as_mxfp4(x, 1), right)
+        arguments, used = (X, right), (as_mxfp4(X, 1), right)
     else:
         arguments = used = (left, right)
     assert_bitwise_equal(mx_jax.matmul(*arguments, recipe=MXFP4), product(*used))
@@ -55,16 +48,16 @@ def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
 @pytest.mark.parametrize(
     "recipe", [recipes.high_precision(), recipes.weight_only("mxfp8_e4m3")], ids=str
 )
-def test_high_precision_around_an_mxarray(x: np.ndarray, w: np.ndarray, recipe: Recipe):
-    kernel = mx_jax.quantize(w, "mxfp4", axis=0)
+def test_high_precision_around_an_mxarray(recipe: Recipe):
+    kernel = mx_jax.quantize(W, "mxfp4", axis=0)
     # x has all its bits here, so the sums may round.
-    actual = mx_jax.matmul(x, kernel, recipe=recipe)
-    np.testing.assert_allclose(actual, product(x, kernel), rtol=0, atol=1e-4)
+    actual = mx_jax.matmul(X, kernel, recipe=recipe)
+    np.testing.assert_allclose(actual, product(X, kernel), rtol=0, atol=1e-4)
 
 
-def test_gradients_past_an_mxarray(x: np.ndarray, w: np.ndarray):
+def test_gradients_past_an_mxarray():
     """The other operand's cotangent comes from the MXArray's values; it has none itself."""
-    kernel = mx_jax.quantize(w, "mxint8", axis=0)
+    kernel = mx_jax.quantize(W, "mxint8", axis=0)
 
     @jax.jit
     def gradient(x, kernel):
@@ -72,12 +65,12 @@ def test_gradients_past_an_mxarray(x: np.ndarray, w: np.ndarray):
 
     g = as_mxfp4(np.ones((6, 5), np.float32), 1)
     again = as_mxfp4(exact_values(kernel).astype(np.float32), 1)
-    assert_bitwise_equal(gradient(x, kernel), product(g, exact_values(again).T))
+    assert_bitwise_equal(gradient(X, kernel), product(g, exact_values(again).T))
 
 
-def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
-    kernel = mx_jax.quantize(w, "mxint8", axis=0)
-    grads = jax.grad(lambda kernel: mx_jax.matmul(x, kernel, recipe=MXFP4).sum(), allow_int=True)(
+def test_an_mxarray_itself_has_no_gradient():
+    kernel = mx_jax.quantize(W, "mxint8", axis=0)
+    grads = jax.grad(lambda kernel: mx_jax.matmul(X, kernel, recipe=MXFP4).sum(), allow_int=True)(
         kernel
     )
     assert grads.codes.dtype == grads.scales.dtype == jax.dtypes.float0
@@ -85,10 +78,10 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
 
 @pytest.mark.slow(but="PRIMAL")
 @pytest.mark.parametrize("residuals", Residuals)
-def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
+def test_straight_through_within_one_trace(residuals: Residuals):
     """The array behind an MXArray gets the cotangent of a plain operand."""
     recipe = dataclasses.replace(MXFP4, residuals=residuals)
-    g = np.round(x[:, :5] * 4)
+    g = np.round(X[:, :5] * 4)
 
     def through(x, w):
         return jnp.sum(mx_jax.matmul(as_mxfp4(x, 1), as_mxfp4(w, 0), recipe=recipe) * g)
@@ -97,22 +90,22 @@ def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residua
         quantized = dataclasses.replace(recipe, residuals="quantized")
         return jnp.sum(mx_jax.matmul(x, w, recipe=quantized) * g)
 
-    both = [quick(jax.value_and_grad(f, argnums=(0, 1)))(x, w) for f in (through, plain)]
+    both = [quick(jax.value_and_grad(f, argnums=(0, 1)))(X, W) for f in (through, plain)]
     jax.tree.map(assert_bitwise_equal, *both)
     assert np.abs(both[0][1][0]).max() > 0
 
 
-def test_blocks_along_another_axis(x: np.ndarray, w: np.ndarray):
-    wrong = mx_jax.quantize(w, "mxfp4", axis=1)
+def test_blocks_along_another_axis():
+    wrong = mx_jax.quantize(W, "mxfp4", axis=1)
     message = (
         "dot_general: rhs is contracted along axis=0, but this MXArray (mxfp4, shape=(70, 5)) has "
         "its blocks along axis=1; quantize it with axis=0, or pass rhs.dequantize()"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        mx_jax.matmul(x, wrong, recipe=MXFP4)
+        mx_jax.matmul(X, wrong, recipe=MXFP4)
     # Each of the two remedies works.
-    for remedy in (as_mxfp4(w, 0), wrong.dequantize()):
-        assert mx_jax.matmul(x, remedy, recipe=MXFP4).shape == (6, 5)
+    for remedy in (as_mxfp4(W, 0), wrong.dequantize()):
+        assert mx_jax.matmul(X, remedy, recipe=MXFP4).shape == (6, 5)
 
 
 def test_blocks_along_another_contracted_axis(rng: np.random.Generator):

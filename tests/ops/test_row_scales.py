@@ -114,7 +114,7 @@ def test_weights_gathered_inside_shard_map(rows):
     product = functools.partial(
         mx_jax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), recipe=recipe
     )
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(d=8)
     expected = product(x, w)
     run = jax.shard_map(product, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"))
     np.testing.assert_array_equal(quick(run)(x, w), expected)

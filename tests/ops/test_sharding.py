@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -16,15 +15,12 @@ from tests.sharding.collectives import check, draw_all, mesh_of, place
 P = PartitionSpec
 RECIPE = recipes.mxfp4()
 
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    return draw_all((64, 128), (128, 64), (64, 64))
+ARRAYS = draw_all((64, 128), (128, 64), (64, 64))
 
 
 def test_no_gather_of_kept_axes():
     """Kept axes are not merged: two sharded ones cost no communication."""
-    mesh = mesh_of(AxisType.Auto, "data")
+    mesh = mesh_of(data=4, model=2)
     x = jax.ShapeDtypeStruct(
         (8, 4, 128), jnp.float32, sharding=NamedSharding(mesh, P("data", "model"))
     )
@@ -35,11 +31,11 @@ def test_no_gather_of_kept_axes():
     assert "all-gather" not in program and "all-reduce" not in program
 
 
-def test_out_sharding(arrays):
-    mesh = mesh_of(AxisType.Explicit, "data")
+def test_out_sharding():
+    mesh = mesh_of(AxisType.Explicit, data=4, model=2)
     dimensions = (((1,), (0,)), ((), ()))
     with jax.set_mesh(mesh):
-        x, w = place(mesh, arrays[:2], (P(), P()))
+        x, w = place(mesh, ARRAYS[:2], (P(), P()))
         for recipe in (RECIPE, recipes.high_precision()):
             product = mx_jax.dot_general(
                 x, w, dimensions, recipe=recipe, out_sharding=P("data", "model")
@@ -55,16 +51,16 @@ def test_out_sharding(arrays):
 
 @pytest.mark.slow(but="model")
 @pytest.mark.parametrize("spec", [P(), P("model")], ids=str)
-def test_out_sharding_of_a_sharded_sum(arrays, spec):
+def test_out_sharding_of_a_sharded_sum(spec):
     """k is sharded in both operands: the caller says where the sum goes, or JAX refuses it."""
-    mesh = mesh_of(AxisType.Explicit, "data")
+    mesh = mesh_of(AxisType.Explicit, data=4, model=2)
     dimensions = (((1,), (0,)), ((), ()))
     with jax.set_mesh(mesh):
-        x, w = place(mesh, arrays[:2], (P(None, "data"), P("data", None)))
+        x, w = place(mesh, ARRAYS[:2], (P(None, "data"), P("data", None)))
         product = mx_jax.dot_general(x, w, dimensions, recipe=RECIPE, out_sharding=spec)
         row = mx_jax.dot_general(x[3], w, (((0,), (0,)), ((), ())), recipe=RECIPE, out_sharding=P())
         transposed = mx_jax.einsum("mk,kn->nm", x, w, recipe=RECIPE, out_sharding=P(None, *spec))
     assert jax.typeof(product).sharding.spec == P(*spec, *(None,) * (2 - len(spec)))
     assert jax.typeof(transposed).sharding.spec == P(None, *(spec or (None,)))
-    expected = quick(functools.partial(mx_jax.matmul, recipe=RECIPE))(*arrays[:2])
+    expected = quick(functools.partial(mx_jax.matmul, recipe=RECIPE))(*ARRAYS[:2])
     check([product, row, transposed.T], [expected, expected[3], expected])

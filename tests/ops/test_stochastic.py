@@ -6,7 +6,6 @@ import itertools
 
 import jax
 import numpy as np
-import pytest
 
 import mx_jax
 from mx_jax import recipes
@@ -30,21 +29,18 @@ def value_and_grads(x, w, g, key, recipe=RECIPE):
 
 run = quick(value_and_grads)
 
-
-@pytest.fixture(scope="module")
-def square() -> np.ndarray:
-    return draw_few_octaves(np.random.default_rng(0), (32, 32))
+SQUARE = draw_few_octaves(np.random.default_rng(0), (32, 32))
 
 
 def same(left, right) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_same_key_same_bits(square: np.ndarray):
-    first = run(square, square, square, KEY)
-    assert same(first, run(square, square, square, jax.random.key(3)))
-    assert same(first, value_and_grads(square, square, square, KEY)), "eager and jit differ"
-    other = run(square, square, square, jax.random.key(4))
+def test_same_key_same_bits():
+    first = run(SQUARE, SQUARE, SQUARE, KEY)
+    assert same(first, run(SQUARE, SQUARE, SQUARE, jax.random.key(3)))
+    assert same(first, value_and_grads(SQUARE, SQUARE, SQUARE, KEY)), "eager and jit differ"
+    other = run(SQUARE, SQUARE, SQUARE, jax.random.key(4))
     for name, left, right in zip(("product", "dx", "dw"), first, other, strict=True):
         assert not np.array_equal(left, right), name
 
@@ -66,18 +62,18 @@ def test_every_operand_of_every_product_draws_other_bits():
         assert 0.4 < agreement < 0.7, (name, other)
 
 
-def test_gradients_do_not_change_the_forward_bits(square: np.ndarray):
+def test_gradients_do_not_change_the_forward_bits():
     """With residuals kept as codes too: the product is the one without a gradient."""
     for residuals in Residuals:
         recipe = dataclasses.replace(RECIPE, residuals=residuals)
-        alone = mx_jax.matmul(square, square, recipe=recipe, key=KEY)
+        alone = mx_jax.matmul(SQUARE, SQUARE, recipe=recipe, key=KEY)
         with_gradient = quick(functools.partial(value_and_grads, recipe=recipe))
-        assert_bitwise_equal(with_gradient(square, square, square, KEY)[0], alone)
+        assert_bitwise_equal(with_gradient(SQUARE, SQUARE, SQUARE, KEY)[0], alone)
 
 
-def test_vmap_over_keys(square: np.ndarray):
+def test_vmap_over_keys():
     keys = jax.random.split(KEY, 3)
     mapped = quick(jax.vmap(value_and_grads, in_axes=(None, None, None, 0)))
-    actual = mapped(square, square, square, keys)
+    actual = mapped(SQUARE, SQUARE, SQUARE, keys)
     for i, key in enumerate(keys):
-        assert same([part[i] for part in actual], run(square, square, square, key))
+        assert same([part[i] for part in actual], run(SQUARE, SQUARE, SQUARE, key))

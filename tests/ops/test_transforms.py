@@ -23,17 +23,14 @@ def matmul(x, w):
 
 plain = with_gradients(matmul)
 
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    """Stacks of three operands and cotangents; products of them need no rounding."""
-    return draw_all((NUM, 6, 70), (NUM, 70, 37), (NUM, 6, 37))
+# Stacks of three operands and cotangents; products of them need no rounding.
+ARRAYS = draw_all((NUM, 6, 70), (NUM, 70, 37), (NUM, 6, 37))
 
 
 @pytest.fixture(scope="module")
-def expected(arrays) -> list[np.ndarray]:
+def expected() -> list[np.ndarray]:
     """Product and cotangents one by one, each without a transformation around."""
-    one_by_one = [plain(*operands) for operands in zip(*arrays, strict=True)]
+    one_by_one = [plain(*operands) for operands in zip(*ARRAYS, strict=True)]
     return [np.stack(results) for results in zip(*one_by_one, strict=True)]
 
 
@@ -54,13 +51,13 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_bits_are_those_of_the_plain_call(arrays, expected, name: str):
-    check(quick(TRANSFORMED[name])(*arrays), expected)
+def test_bits_are_those_of_the_plain_call(expected, name: str):
+    check(quick(TRANSFORMED[name])(*ARRAYS), expected)
 
 
-def test_mxarrays_under_vmap_and_scan(arrays, expected):
+def test_mxarrays_under_vmap_and_scan(expected):
     """A stack of kernels, quantized one by one or at once, multiplied one by one or at once."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     quantize = functools.partial(mx_jax.quantize, format="mxfp4", scale_rule="even")
 
     @quick

@@ -49,10 +49,12 @@ def scale_bytes(amax: np.ndarray, element: ElementFormat, rule: str) -> np.ndarr
 
 def round_to_codes(x: np.ndarray, element: ElementFormat, rounding: str) -> np.ndarray:
     """Codes of finite float64 values, saturated."""
-    table = np.array([element.value(code) for code in range(element.max_code + 1)])
-    magnitude = np.abs(x)
+    values = [element.value(code) for code in range(element.max_code + 1)]
+    # Above the largest value the grid goes on in its last step.
+    table = np.array([*values, 2 * values[-1] - values[-2]])
+    magnitude, negative = np.abs(x), np.signbit(x)
     below = np.searchsorted(table, magnitude, side="right") - 1
-    above = np.minimum(below + 1, element.max_code)
+    above = np.minimum(below + 1, element.max_code + 1)
     middle = (table[below] + table[above]) / 2
     up = {
         "nearest": (magnitude > middle) | ((magnitude == middle) & (below % 2 == 1)),
@@ -60,10 +62,12 @@ def round_to_codes(x: np.ndarray, element: ElementFormat, rounding: str) -> np.n
         "toward_zero": np.zeros_like(magnitude, bool),
     }[rounding]
     half = np.where(up, above, below)
-    negative = np.signbit(x)
+    largest = element.max_code + (element.negative_extra & negative)
+    half = np.minimum(half, largest)
     if element.kind == "int":
         return np.where(negative, -half, half).astype(np.uint8)
-    return np.where(negative, half | element.sign_code, half).astype(np.uint8)
+    has_sign = negative & (element.has_negative_zero | (half > 0))
+    return np.where(has_sign, half | element.sign_code, half).astype(np.uint8)
 
 
 def quantize(

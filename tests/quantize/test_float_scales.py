@@ -29,6 +29,7 @@ from mx_jax.formats import (
 )
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.extending.least_error import LEAST_ERROR
 
 F = np.float32
 ELEMENTS = ("e4m3", "e5m2")
@@ -217,3 +218,18 @@ def test_a_tensor_scale_may_have_any_shape_of_one():
     for scale in (0.5, np.float32(0.5), jnp.float32(0.5), np.full((1, 1), 0.5)):
         quantized = mx_jax.quantize(jnp.ones((2, 16)), NVFP4, tensor_scale=scale)
         assert quantized.tensor_scale.shape == (1, 1) and quantized.tensor_scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("format", "rule"), [("mxfp8_e4m3", LEAST_ERROR), ("nvfp4", None), ("nvfp4", "four_over_six")]
+)
+def test_a_block_longer_than_its_axis_gives_the_same_bits(format: str, rule: Any, rng):
+    """As many zeros by hand as the block has room for; rules that read values see them."""
+    x = rng.normal(size=(4, 40)).astype(F)
+    with mx_jax.only_backend("reference"):
+        short, full = (
+            mx_jax.quantize(x, format, block_size=64, scale_rule=rule)
+            for x in (x, np.pad(x, ((0, 0), (0, 24))))
+        )
+    for left, right in zip(outputs(short), outputs(full), strict=True):
+        assert_bitwise_equal(left, np.asarray(right)[:, : left.shape[1]])

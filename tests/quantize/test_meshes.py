@@ -1,55 +1,25 @@
 """Random bits, codes and checkpoints do not depend on the mesh that they are made on."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax.ops.arguments import draw_bits
-from mx_jax.reference import hadamard
+from tests.sharding.collectives import mesh_of
 
 X = (64, 256)
 KEY = jax.random.key(7)
 
 
-def mesh_of(shape: tuple[int, int]) -> Mesh:
-    return jax.make_mesh(shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-
-def place(x: Any, shape: tuple[int, int], spec: P) -> Any:
-    return jax.device_put(x, NamedSharding(mesh_of(shape), spec))
-
-
 @pytest.fixture
 def x(rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(rng.standard_normal(X), jnp.float32)
-
-
-@pytest.mark.slow(but="shape1")
-@pytest.mark.parametrize(
-    ("shape", "spec"),
-    [((8, 1), P(None, "a")), ((2, 4), P("a", "b")), ((4, 2), P(("b", "a"), None))],
-)
-def test_the_same_bits_on_any_mesh(x: jax.Array, shape: Any, spec: P):
-    """With the mesh in context the library may split work itself: what could go wrong."""
-
-    def run(x: jax.Array, key: jax.Array) -> Any:
-        rows = mx_jax.quantize(x, "nvfp4", rounding="stochastic", key=key)
-        columns = mx_jax.quantize(x, "mxfp4", axis=0, rounding="stochastic", key=key)
-        return rows, columns, hadamard.apply(x, draw_bits(key, (32,), 32), -1)
-
-    expected = jax.jit(run)(x, KEY)
-    with jax.set_mesh(mesh_of(shape)):
-        results = jax.jit(run)(place(x, shape, spec), KEY)
-    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(results))
-    jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
 def test_each_shard_by_the_key_rule(x: jax.Array):
@@ -61,7 +31,7 @@ def test_each_shard_by_the_key_rule(x: jax.Array):
 
     # Along b the shards hold the same rows, and check_vma proves that they stay the same.
     specs = {"in_specs": (P("a"), P()), "out_specs": P("a")}
-    split = jax.shard_map(shard, mesh=mesh_of((4, 2)), **specs)
+    split = jax.shard_map(shard, mesh=mesh_of(a=4, b=2), **specs)
     rows = jnp.broadcast_to(x[:1], X)
     parts = np.asarray(jax.jit(split)(rows, KEY)).reshape(4, X[0] // 4, X[1])
     for number, part in enumerate(parts):
@@ -76,18 +46,18 @@ def test_each_shard_by_the_key_rule(x: jax.Array):
 def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, x: jax.Array, format: str):
     """An MXArray through orbax: the same codes and scales, where the target says."""
     saved = {"kernel": mx_jax.quantize(x, format, axis=0), "bias": x[0]}
-    before, after = ((2, 4), P("a", "b")), ((4, 2), P(None, "a"))
-    place_of = NamedSharding(mesh_of(before[0]), before[1])
+    before, after = mesh_of(a=2, b=4), mesh_of(a=4, b=2)
+    place, spec_after = NamedSharding(before, P("a", "b")), P(None, "a")
     placed = {
-        "kernel": mx_jax.sharding.device_put(saved["kernel"], place_of),
-        "bias": place(saved["bias"], before[0], P()),
+        "kernel": mx_jax.sharding.device_put(saved["kernel"], place),
+        "bias": jax.device_put(saved["bias"], NamedSharding(before, P())),
     }
 
     def wanted_at(leaf: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh_of(after[0]), spec)
+        sharding = NamedSharding(after, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    specs = mx_jax.sharding.spec_for(after[1], format, axis=0)
+    specs = mx_jax.sharding.spec_for(spec_after, format, axis=0)
     parts = [spec for spec in specs if spec is not None]
     leaves, tree = jax.tree.flatten(saved["kernel"])
     kernel = tree.unflatten([*map(wanted_at, leaves, parts)])

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mx_jax
 from mx_jax.mxarray import MXArray
 from tests.quick import quick
+from tests.sharding.collectives import mesh_of
 
 X = jax.random.normal(jax.random.key(0), (10, 64))
 EXPERTS = jax.random.normal(jax.random.key(1), (3, 64, 32))
@@ -191,7 +192,7 @@ def test_trees_are_those_of_stored_codes():
 
 
 def test_codes_that_leave_shard_map():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(d=8)
     w = jnp.tile(EXPERTS[0], (8, 1, 1))
     encode_parts = jax.shard_map(encode, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
 

@@ -79,16 +79,8 @@ def test_the_mean_is_the_value(format: BlockFormat, rng: np.random.Generator):
     assert (step > 0).mean() > 0.8
 
 
-def test_scales_do_not_depend_on_the_key(rng: np.random.Generator):
-    x = normal(rng)
-    nearest = mx_jax.quantize(x, MXFP8_E4M3)
-    for seed in range(2):
-        drawn = sr(x, MXFP8_E4M3, jax.random.key(seed))
-        assert_bitwise_equal(drawn.scales, nearest.scales)
-
-
-@pytest.mark.slow(but="^(4|17)$")
-@pytest.mark.parametrize("num_bits", [4, 15, 16, 17])
+# Of 8 and 16 bits golden data say it bit for bit.
+@pytest.mark.parametrize("num_bits", [4, 17])
 def test_every_width_is_right_on_average(num_bits: int):
     """1/3 between 0 and 0.5: up with probability 2/3, cut to a multiple of 2^-n."""
     x = jnp.full((4096,), 1 / 3).at[::32].set(6.0)
@@ -96,3 +88,9 @@ def test_every_width_is_right_on_average(num_bits: int):
     mean = float(q.dequantize().reshape(-1, 32)[:, 1:].mean())
     expected = 0.5 * np.floor(2 / 3 * 2**num_bits) / 2**num_bits
     assert abs(mean - expected) < 0.015
+
+
+@pytest.mark.parametrize("num_bits", [-1, 0, 18, 32])
+def test_number_of_random_bits(num_bits: int):
+    with pytest.raises(ValueError, match=rf"1 <= num_bits <= 17, got num_bits={num_bits}$"):
+        stochastic(num_bits)

@@ -19,7 +19,6 @@ from tests.recipes.uniform import uniform
 M, K, N, GROUPS = 12, 16, 8, 3
 SPEC = operand(MXFP4.with_block(8), scale_rule="even")
 
-
 RECIPE = uniform(SPEC)
 HIGH = mx_jax.recipes.high_precision()
 
@@ -180,25 +179,22 @@ def rounded(request: pytest.FixtureRequest):
 
 NUM_KEYS = 256
 
-
-@pytest.fixture
-def keys():
-    return jax.random.split(jax.random.key(0), NUM_KEYS)
+KEYS = jax.random.split(jax.random.key(0), NUM_KEYS)
 
 
 @pytest.mark.slow(but="groups")
-def test_exact_values_never_move(rounded, keys, rng: np.random.Generator):
+def test_exact_values_never_move(rounded, rng: np.random.Generator):
     # What E2M1 and E4M3 hold as they are, whatever power of two the scale is.
     values = np.array([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6], np.float32)
     operands = [rng.choice(values, shape) for shape in ((M, K), (GROUPS, K, N), (M, N))]
     exact_ones = quick(exact_products)(*operands)
-    for array, exact in zip(rounded(*operands, keys), exact_ones, strict=True):
+    for array, exact in zip(rounded(*operands, KEYS), exact_ones, strict=True):
         np.testing.assert_array_equal(array, np.broadcast_to(exact, array.shape))
 
 
-def test_rounding_is_unbiased_and_repeatable(rounded, keys, rng: np.random.Generator):
+def test_rounding_is_unbiased_and_repeatable(rounded, rng: np.random.Generator):
     lhs, rhs, _, g = draw(rng)
-    samples, again = rounded(lhs, rhs, g, keys), rounded(lhs, rhs, g, keys[::-1])
+    samples, again = rounded(lhs, rhs, g, KEYS), rounded(lhs, rhs, g, KEYS[::-1])
     arrays = jax.tree.map(np.asarray, (samples, again, quick(exact_products)(lhs, rhs, g)))
     for values, reversed_values, exact in zip(*arrays, strict=True):
         # Six standard errors: with some 700 values, a false alarm in 10^6 tests.

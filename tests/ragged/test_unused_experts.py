@@ -1,4 +1,4 @@
-"""What one group's matrix or rows hold never reaches another group, in plain JAX either."""
+"""What one group's matrix or rows hold never reaches another group."""
 
 import dataclasses
 import functools
@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 import mx_jax
 from mx_jax import recipes
 from mx_jax.ops.ragged_dot import ragged_dot
+from tests.needs import CPU_BACKENDS
 from tests.quick import quick, with_gradients
+from tests.sharding.collectives import mesh_of
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (12, 64))
@@ -29,10 +31,10 @@ RECIPES = {
 }
 
 
-@functools.partial(quick, static_argnums=0)
-def products(recipe, x, w, g):
-    """The product and both gradients, by plain JAX."""
-    with mx_jax.only_backend("reference"):
+@functools.partial(quick, static_argnums=(0, 1))
+def products(backend, recipe, x, w, g):
+    """The product and both gradients."""
+    with mx_jax.only_backend(backend):
         multiply = functools.partial(ragged_dot, group_sizes=SIZES, recipe=recipe)
         return with_gradients(multiply)(x, w, g)
 
@@ -41,23 +43,26 @@ def products(recipe, x, w, g):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_unused_experts_and_rows_of_none(recipe, value: float):
     spoilt = X.at[10:].set(value), W.at[1].set(value), G.at[10:].set(value)
-    for actual, wanted in zip(products(recipe, *spoilt), products(recipe, X, W, G), strict=True):
+    run = functools.partial(products, "reference", recipe)
+    for actual, wanted in zip(run(*spoilt), run(X, W, G), strict=True):
         np.testing.assert_array_equal(actual, wanted)
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4"])
-def test_an_expert_that_rows_use(name: str):
+def test_an_expert_that_rows_use(name: str, backend: str):
     """One column of NaN, as a part of a matrix has it, and one row of each operand."""
-    recipe, (y, dx, dw) = RECIPES[name], products(RECIPES[name], X, W, G)
+    run = functools.partial(products, backend, RECIPES[name])
+    y, dx, dw = run(X, W, G)
     others = np.delete(np.arange(12), np.arange(12)[MIDDLE])
-    bad_y, bad_dx, bad_dw = products(recipe, X, W.at[2, :, 3].set(np.nan), G)
+    bad_y, bad_dx, bad_dw = run(X, W.at[2, :, 3].set(np.nan), G)
     np.testing.assert_array_equal(bad_y[others], y[others])
     np.testing.assert_array_equal(bad_y[:, 4:], y[:, 4:])
     assert np.isnan(bad_y[MIDDLE, 3]).all()
     np.testing.assert_array_equal(bad_dx[others], dx[others])
     assert np.isnan(bad_dx[MIDDLE]).any(1).all()
     np.testing.assert_array_equal(bad_dw, dw)
-    bad_y, bad_dx, bad_dw = products(recipe, X.at[5].set(np.nan), W, G.at[6].set(np.nan))
+    bad_y, bad_dx, bad_dw = run(X.at[5].set(np.nan), W, G.at[6].set(np.nan))
     np.testing.assert_array_equal(np.delete(bad_y, 5, 0), np.delete(y, 5, 0))
     np.testing.assert_array_equal(np.delete(bad_dx, 6, 0), np.delete(dx, 6, 0))
     np.testing.assert_array_equal(np.delete(bad_dw, 2, 0), np.delete(dw, 2, 0))
@@ -88,7 +93,7 @@ def test_mapped_and_differentiated():
 
 def test_experts_on_several_devices():
     """Rows of eight devices, each with one expert; one expert is NaN, and no row is sent to it."""
-    mesh = jax.make_mesh((8,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(e=8)
     x = jax.random.normal(KEYS[0], (8 * 8, 64))
     w = jax.random.normal(KEYS[1], (8, 64, 32))
     sizes = jnp.tile(jnp.array([1, 1, 1, 0, 1, 1, 1, 1]), 8)

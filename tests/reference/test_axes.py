@@ -1,11 +1,13 @@
-"""Where operands hold their axes, and which product gives a cotangent; no array is compiled."""
+"""Where blocks and mesh axes lie, by an operand's axes and types; nothing is compiled."""
 
-import itertools
-
-import numpy as np
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes
+from mx_jax.codecs.explicit_axes import partitions, split_axes, vary_alike, varying
 from mx_jax.formats import (
     FLOAT8_ROWWISE_E4M3,
     FLOAT8_TENSORWISE_E4M3,
@@ -14,6 +16,7 @@ from mx_jax.formats import (
     NVFP4,
     WHOLE,
 )
+from tests.sharding.collectives import mesh_of
 
 TWO_OF_EACH = Axes((0, 1), (2, 3), (4, 5))
 K_FIRST = Axes((0, 1), (4, 5), (2, 3))
@@ -45,42 +48,43 @@ def test_blocks_lie_along_the_last_axis_of_a_group():
     assert Axes.ordered().blocks(MXFP4_2D) == ((-2, 32), (-1, 32))
 
 
-def dot_general(lhs: np.ndarray, rhs: np.ndarray, axes: ProductAxes) -> np.ndarray:
-    """As `jax.lax.dot_general`, by einsum."""
-    (k_lhs, k_rhs), (b_lhs, b_rhs) = axes.dimension_numbers
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
-    left = {axis: next(letters) for axis in range(lhs.ndim)}
-    right = dict(zip((*k_rhs, *b_rhs), (left[a] for a in (*k_lhs, *b_lhs)), strict=True))
-    right |= {axis: next(letters) for axis in range(rhs.ndim) if axis not in right}
-    out = [left[a] for a in b_lhs]
-    out += [left[a] for a in axes.lhs.kept] + [right[a] for a in axes.rhs.kept]
-    subscripts = ["".join(side[a] for a in range(len(side))) for side in (left, right)]
-    return np.einsum(f"{subscripts[0]},{subscripts[1]}->{''.join(out)}", lhs, rhs)
+# Where split and joined axes lie, and what varies, as types say -----------------------------------
 
 
-BATCH, M, N, K = (2,), (3, 4), (5,), (6, 7)
+@pytest.mark.parametrize(
+    ("shape", "spec", "pieces", "inside", "parts"),
+    [
+        # Blocks divide evenly over the devices, or do not, or there is one.
+        ((8, 64), P("a", "b"), (8, 4, 16), (2,), ("a", "b", None)),
+        ((8, 64), P("a", "b"), (8, 2, 32), (2,), ("a", None, None)),
+        ((8, 64), P("a", "b"), (8, 1, 64), (2,), ("a", None, "b")),
+        ((8, 64), P(None, ("a", "b")), (8, 8, 8), (2,), (None, ("a", "b"), None)),
+        ((8, 64), P(None, ("a", "b")), (8, 4, 16), (2,), (None, None, None)),
+        ((8, 64), P("a"), (2, 4, 2, 32), (1, 3), ("a", None, None, None)),
+        ((8, 64), P(None, "a"), (8, 2, 32), (2,), (None, "a", None)),
+        ((8, 64), P("b", "a"), (8, 64), (), ("b", "a")),
+    ],
+)
+def test_split(shape, spec, pieces, inside, parts):
+    mesh = mesh_of(AxisType.Explicit, a=2, b=4)
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        out = jax.eval_shape(lambda x: split_axes(x, pieces, inside), x)
+    assert (out.shape, tuple(partitions(out.sharding, len(out.shape)))) == (pieces, parts)
 
 
-def operand(kept: tuple[int, ...], k_first: bool) -> tuple[Axes, np.ndarray]:
-    axes = Axes.ordered(batch=1, kept=len(kept), contracting=2, k_first=k_first)
-    shape = (*BATCH, *((*K, *kept) if k_first else (*kept, *K)))
-    return axes, np.random.default_rng(len(kept)).integers(-9, 9, shape)
+def test_operands_vary_along_the_axes_of_all():
+    mesh = mesh_of(a=2, b=4)
+    seen = []
 
+    def shard(x, y, z):
+        seen.append([varying(part) for part in (x, y, z)])
+        alike = vary_alike((x, y, z))
+        seen.append([varying(part) for part in alike])
+        return alike[0]
 
-@pytest.mark.parametrize("side", ["lhs", "rhs"])
-def test_cotangents(side: Side):
-    """<g, product(d, other)> = <cotangent, d> for every d, in d's own order of axes."""
-    for k_firsts in itertools.product((False, True), repeat=2):
-        (lhs_axes, lhs), (rhs_axes, rhs) = map(operand, (M, N), k_firsts)
-        axes = ProductAxes(lhs_axes, rhs_axes)
-        g = np.random.default_rng(7).integers(-9, 9, (*BATCH, *M, *N))
-        of, g_is_left = axes.cotangent(side)
-        target, other = (lhs, rhs) if side == "lhs" else (rhs, lhs)
-        bar = dot_general(g, other, of) if g_is_left else dot_general(other, g, of)
-        assert bar.shape == target.shape
-        step = np.random.default_rng(8).integers(-9, 9, target.shape)
-        moved = dot_general(step, rhs, axes) if side == "lhs" else dot_general(lhs, step, axes)
-        assert (g * moved).sum() == (bar * step).sum()
-        # Every group in canonical order: backends take nothing else.
-        assert of.lhs.has_canonical_order and of.rhs.has_canonical_order
-        assert g_is_left is not (k_firsts[0] if side == "lhs" else k_firsts[1])
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    specs = (P("a"), P(None, "b"), P())
+    jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P("a", "b")), x, x, x)
+    assert seen[0] == [{"a"}, {"b"}, set()]
+    assert seen[1] == [{"a", "b"}] * 3

@@ -1,4 +1,7 @@
-"""The plain product: which power of two its operands are held at, and how it is asked for."""
+"""The plain products: how they are asked for, and rows under the scales of their groups."""
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -7,43 +10,84 @@ import pytest
 from jax import lax
 
 import mx_jax
-from mx_jax import MXArray
-from mx_jax.reference.matmul import scaled_matmul, scaled_values
-
-X = np.array([[6, -3, 0.5, 1.5], [1, 2, 0, 4]], np.float32)
-PLAIN = (((1,), (0,)), ((), ()))
-
-
-@pytest.mark.parametrize(
-    ("format", "factor"), [("mxfp4", 4.0), ("nvfp4", 1.0), ("float8_rowwise_e4m3", 1.0)]
+from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, TOWARD_ZERO
+from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, NVFP4, WHOLE
+from mx_jax.reference.matmul import (
+    encode_by_group,
+    group_peaks,
+    ragged_rows,
+    scaled_matmul,
+    scaled_ragged_dot,
 )
-def test_what_operands_are_held_at(format: str, factor: float):
-    """E8M0 as a quarter: a scale that is rounded up brings the largest float32 to 2^128."""
-    quantized = mx_jax.quantize(X, format)
-    held = scaled_values(quantized)
-    assert held.values.dtype == jnp.float32
-    assert float(held.factor) == factor
-    np.testing.assert_array_equal(np.asarray(held.values) * factor, quantized.dequantize())
+from mx_jax.reference.quantize import quantize
+from mx_jax.reference.scale_rules import scale_rule_for
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.quick import quick
+
+LOW, HIGH = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+HOW = {"out_dtype": jnp.bfloat16, "precision": LOW}
+MULTIPLY = {
+    "dot_general": functools.partial(
+        scaled_matmul, dimension_numbers=(((2,), (1,)), ((0,), (0,))), **HOW
+    ),
+    "mx_grouped_dot": functools.partial(
+        scaled_ragged_dot, group_sizes=np.array([3, 1], np.int32), contracting=(-1, -2), **HOW
+    ),
+}
 
 
-def test_precision_and_dtype_of_the_product():
-    """Two quantized operands at the highest precision; float32 sums, rounded once."""
-    quantized = mx_jax.quantize(X, "mxfp4"), mx_jax.quantize(X.T, "mxfp4", axis=0)
-    low, high = lax.Precision.DEFAULT, lax.Precision.HIGHEST
-    for lhs, rhs, precision in (
-        (*quantized, high),
-        (quantized[0], X.T, low),
-        (X, quantized[1], low),
-        (X, X.T, low),
-    ):
+@pytest.mark.parametrize("primitive", MULTIPLY)
+def test_precision_and_dtype_of_the_product(primitive: str):
+    """Two quantized operands at the highest precision; sums in float32, of groups unless neither
+    is quantized, and rounded once."""
+    multiply: Callable = MULTIPLY[primitive]
+    x, w = jnp.ones((4, 32) if "grouped" in primitive else (2, 4, 32)), jnp.ones((2, 32, 8))
+    q, r = mx_jax.quantize(x, "mxfp4"), mx_jax.quantize(w, "mxfp4", axis=1)
+    for lhs, rhs, precision in ((q, r, HIGH), (q, w, LOW), (x, r, LOW), (x, w, LOW)):
 
         def product(lhs=lhs, rhs=rhs):
-            lhs, rhs = (x if isinstance(x, MXArray) else jnp.asarray(x) for x in (lhs, rhs))
-            return scaled_matmul(lhs, rhs, PLAIN, jnp.bfloat16, precision=low)
+            return multiply(lhs, rhs)
 
-        (dot,) = [e for e in jax.make_jaxpr(product)().eqns if e.primitive.name == "dot_general"]
-        assert dot.params["precision"] == (precision, precision)
-        assert dot.params["preferred_element_type"] == jnp.float32
-    result = scaled_matmul(*quantized, PLAIN, jnp.bfloat16)
-    values = [np.asarray(x.dequantize(), np.float64) for x in quantized]
-    np.testing.assert_array_equal(result, jnp.bfloat16(np.float32(values[0] @ values[1])))
+        (dot,) = [e for e in jax.make_jaxpr(product)().eqns if e.primitive.name == primitive]
+        precisions = dot.params["precision"]
+        assert {*np.atleast_1d(precisions)} == {precision}
+        is_wide = primitive == "dot_general" or not (lhs is x and rhs is w)
+        assert dot.params["preferred_element_type"] == (jnp.float32 if is_wide else jnp.bfloat16)
+        lowered = jax.jit(product).lower().as_text("hlo")
+        assert ("operand_precision={highest" in lowered) == (precision == HIGH)
+        result = quick(product)()
+        assert result.dtype == jnp.bfloat16 and (np.asarray(result) == 32).all()
+
+
+ROWS = np.array([[1, -2], [3, 0.5], [-7, np.inf], [0, -1e-45], [9, 9]], np.float32)
+
+
+@pytest.mark.parametrize("format", [FLOAT8_TENSORWISE_E4M3, NVFP4], ids=lambda f: f.name)
+def test_rows_under_their_groups_scales(format):
+    """As if every group were quantized by itself; rows of no group are zeros that stay zeros."""
+    x = np.where(np.isfinite(ROWS), ROWS, 2).astype(np.float32)
+    x[1, 1] = 0.46  # rounds up to nearest
+    blocks = ((-2, WHOLE), (-1, format.block[1]))
+    rule = scale_rule_for(None, format)
+
+    @jax.jit
+    def by_group(x, sizes):
+        rows = ragged_rows(sizes, 5, 1)
+        placed = rows.place(x)
+        peaks = quantize(group_peaks(placed, rows), format, blocks, rule)
+        ways = (NEAREST, None), (TOWARD_ZERO, None), (STOCHASTIC, jnp.zeros(x.shape, jnp.int32))
+        return [encode_by_group(placed, rows, peaks, *way) for way in ways], peaks
+
+    (result, down, drawn), peaks = by_group(x, np.array([2, 0, 2], np.int32))
+    assert_bitwise_equal(drawn.codes, down.codes, what="zeros for random bits never round up")
+    assert (np.asarray(down.codes) != result.codes).any()
+    assert result.blocks == blocks[1:] and result.dtype == jnp.float32
+    scales = np.asarray(peaks.scales)[:, 0]
+    assert_bitwise_equal(result.scales[:4], scales[[0, 0, 2, 2]])
+    assert not np.asarray(result.codes)[4].any()
+    assert np.asarray(result.scales)[4].tolist() == [1] * scales.shape[1]
+    if format is NVFP4:
+        assert_bitwise_equal(result.tensor_scale, np.asarray(peaks.tensor_scale)[0])
+    else:
+        values = np.asarray(result.dequantize())[:4]
+        np.testing.assert_allclose(values, x[:4], rtol=1 / 16, atol=1e-4)

@@ -14,8 +14,6 @@ from ml_dtypes import float8_e4m3fn
 import mx_jax
 from mx_jax.formats import (
     BLOCK_FORMATS,
-    E2M1,
-    E4M3,
     E4M3FNUZ,
     E5M2FNUZ,
     FLOAT8_BLOCKWISE_E4M3,
@@ -46,7 +44,6 @@ from tests.quantize import oracle
 from tests.quick import quick
 
 F = np.float32
-
 
 # Normal numbers beside every guard, among them 2^-100 and 1e-12 times the largest elements.
 MAGNITUDES = np.array(
@@ -116,24 +113,6 @@ def test_what_is_important_counts_more():
     for first, second in ((1, 1), (4, 16)):
         lost = lose(np.array([[first, second]], F))
         assert lost == first * 0.5**2 + second * 0.25**2
-
-
-@pytest.mark.parametrize(
-    ("value", "known"),
-    [(0, None), (1, 1), (1 << 23, 1 << 23), ((1 << 23) + 1, None), (np.int64(5), 5), (5.0, None)],
-)
-def test_thresholds_for_kernels(value, known: int | None):
-    result = power_of_two("mine", lambda element: value).kernel_threshold(E2M1)
-    assert result == known and type(result) is type(known)
-
-
-def test_thresholds_of_the_library():
-    thresholds = {rule.name: rule.kernel_threshold(E4M3) for rule in SCALE_RULES}
-    assert thresholds.pop("floor") == 1 << 23 and thresholds.pop("ceil") == 1
-    assert thresholds.pop("even") == (1 << 23) - (1 << 19)
-    assert thresholds.pop("rceil") == (6 << 20) + 1
-    assert set(thresholds.values()) == {None}
-    assert EVEN.threshold is functions.rounds_up and AMAX.threshold is None
 
 
 def test_even_is_overflow_aware_scaling_for_e2m1():

@@ -42,8 +42,10 @@ def draw_all(*shapes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     return tuple(draw_few_octaves(rng, shape) for shape in shapes)
 
 
-def mesh_of(kind: AxisType, first: str = "fsdp") -> Mesh:
-    return jax.make_mesh((4, 2), (first, "model"), axis_types=(kind,) * 2)
+def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+    """A mesh of axes of these sizes, all of one kind; four by two devices if none are named."""
+    sizes = sizes or {"fsdp": 4, "model": 2}
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(kind,) * len(sizes))
 
 
 def place(mesh: Mesh, arrays: Any, specs: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import mx_jax
 from mx_jax.sharding import all_to_all, ppermute
@@ -18,17 +18,10 @@ from tests.sharding.collectives import collectives
 P = PartitionSpec
 DEVICES, CAPACITY, FEATURES = 2, 32, 64
 
+AXES = {"expert": DEVICES}
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
-
-
-@pytest.fixture(scope="module")
-def tokens() -> np.ndarray:
-    """Tokens `[sender, expert, capacity, k]`, an expert a device."""
-    shape = DEVICES, DEVICES, CAPACITY, FEATURES
-    return draw_few_octaves(np.random.default_rng(0), shape)
+# Tokens `[sender, expert, capacity, k]`, an expert a device.
+TOKENS = draw_few_octaves(np.random.default_rng(0), (DEVICES, DEVICES, CAPACITY, FEATURES))
 
 
 def send_by(mesh: Mesh, *axes: int) -> Any:
@@ -39,8 +32,8 @@ def send_by(mesh: Mesh, *axes: int) -> Any:
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"])
-def test_what_arrives(format: str, mesh: Mesh, tokens: Any):
-    x = mx_jax.quantize(tokens, format)
+def test_what_arrives(format: str, mesh: Mesh):
+    x = mx_jax.quantize(TOKENS, format)
     program = send_by(mesh, 1, 0).lower(x).compile()
     moved, text = program(x), str(program.as_text())
     wanted = x.dequantize().reshape(1, DEVICES, DEVICES, CAPACITY, FEATURES)
@@ -51,9 +44,9 @@ def test_what_arrives(format: str, mesh: Mesh, tokens: Any):
     assert nbytes == {"u8": x.size // DEVICES * x.format.bits_per_element / 8}
 
 
-def test_gradients_come_back_to_where_their_rows_were(mesh: Mesh, tokens: Any):
+def test_gradients_come_back_to_where_their_rows_were(mesh: Mesh):
     """Along other axes than they went."""
-    x, g = tokens, np.float32(np.arange(tokens.size)).reshape(tokens.shape)
+    x, g = TOKENS, np.float32(np.arange(TOKENS.size)).reshape(TOKENS.shape)
 
     def back(x: jax.Array, g: jax.Array) -> jax.Array:
         def forth(x: jax.Array) -> jax.Array | None:
@@ -105,9 +98,9 @@ def test_other_operands_are_refused(run: Any, message: str, mesh: Mesh):
 
 @pytest.mark.slow(but="nvfp4")
 @pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4), ("mxfp8_e4m3", 8)])
-def test_what_one_stage_hands_to_the_next(format: str, bits: int, mesh: Mesh, tokens: Any):
+def test_what_one_stage_hands_to_the_next(format: str, bits: int, mesh: Mesh):
     """Codes go on with their stage's tensor scale; the gradient comes back as it is."""
-    x = tokens.reshape(DEVICES, -1, FEATURES) * np.array([1, 64], np.float32)[:, None, None]
+    x = TOKENS.reshape(DEVICES, -1, FEATURES) * np.array([1, 64], np.float32)[:, None, None]
     g = np.full_like(x, 3)
 
     def hand_on(x: jax.Array) -> jax.Array | None:

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import dispatch
 from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.draw import draw_few_octaves
+from tests.needs import slow
 from tests.quick import quick, with_gradients
-from tests.sharding.collectives import collectives
+from tests.sharding.collectives import collectives, draw_all
 
 P = PartitionSpec
 DEVICES, EXPERTS, ROWS, FEATURES, UNITS = 4, 8, 24, 64, 32
@@ -37,18 +37,10 @@ NVFP4_ROWS = dataclasses.replace(
     NVFP4_ROWS, name="nvfp4 rows", output=dataclasses.replace(NVFP4_ROWS.output, rhs=None)
 )
 
+AXES = {"expert": DEVICES}
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
-
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    """Rows of all devices, experts and a cotangent; products of them need no rounding."""
-    rng = np.random.default_rng(0)
-    shapes = (DEVICES * ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (DEVICES * ROWS, UNITS)
-    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+# Rows of all devices, experts and a cotangent; products of them need no rounding.
+ARRAYS = draw_all((DEVICES * ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (DEVICES * ROWS, UNITS))
 
 
 def by_expert(sizes: np.ndarray) -> np.ndarray:
@@ -71,20 +63,13 @@ def on_devices(mesh: Mesh, function: Any, check_vma: bool = True) -> Any:
     )
 
 
-def step(multiply: Any) -> Any:
-    def run(x, w, g, sizes):
-        return with_gradients(lambda x, w: multiply(x, w, sizes))(x, w, g)
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("recipe", "check_vma"),
-    [(recipes.mxfp4(), True), pytest.param(recipes.mxfp6(), False, marks=pytest.mark.slow)],
+    [(recipes.mxfp4(), True), slow(recipes.mxfp6(), False)],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arrays: Any):
-    x, w, g = arrays
+def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh):
+    x, w, g = ARRAYS
     ours = functools.partial(mx_jax.expert_ragged_dot, axis_name="expert", recipe=recipe)
 
     def alone(x, w, sizes):
@@ -94,9 +79,9 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
 
     order = by_expert(SIZES)
     operands = x, w, g, SIZES.reshape(-1)
-    program = on_devices(mesh, step(ours), check_vma).lower(*operands).compile()
+    program = on_devices(mesh, with_gradients(ours), check_vma).lower(*operands).compile()
     y, dx, dw = map(np.asarray, program(*operands))
-    wanted = map(np.asarray, quick(step(alone))(x[order], w, g[order], SIZES.sum(0)))
+    wanted = map(np.asarray, quick(with_gradients(alone))(x[order], w, g[order], SIZES.sum(0)))
     for one, other in zip((y[order], dx[order], dw), wanted, strict=True):
         assert_bitwise_equal(one + 0.0, other + 0.0)
     unused = np.setdiff1d(np.arange(len(x)), order)
@@ -112,9 +97,9 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
 
 
 @pytest.mark.slow
-def test_one_tensor_scale_for_all_rows(mesh: Mesh, arrays: Any):
+def test_one_tensor_scale_for_all_rows(mesh: Mesh):
     """Rows of devices with far larger values have the scale of all."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     x = x * np.repeat(np.array([1, 1, 64, 4], np.float32), ROWS)[:, None]
     multiply = functools.partial(mx_jax.expert_ragged_dot, axis_name="expert", recipe=NVFP4_ROWS)
     y = on_devices(mesh, multiply)(x, w, SIZES.reshape(-1))

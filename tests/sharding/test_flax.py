@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import convert, recipes
@@ -42,14 +42,7 @@ def linen_model(ours: bool, init: Any, gather: str | None = "fsdp") -> Any:
     return convert.linen(Model(init, {}), convert.Rule(".*", "mxfp4", gather=gather))
 
 
-@pytest.fixture(scope="module")
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.fixture(scope="module")
-def x() -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(256, FEATURES)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(256, FEATURES)).astype(np.float32)
 
 
 def exchanged(
@@ -63,10 +56,10 @@ def exchanged(
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(
+        lowered = quick(jax.grad(loss, argnums=(0, 1))).lower(
             jax.tree.map(placed, params), placed(jnp.asarray(x))
         )
-        text = compiled.compile().as_text()
+        text = lowered.compile().as_text()
     assert text is not None
     assert gathered(text) == gathered(text, dtype)
     return gathered(text)
@@ -75,22 +68,22 @@ def exchanged(
 @pytest.mark.slow(but="True-(boxed|no metadata)")
 @pytest.mark.parametrize("metadata", ["boxed", "unboxed", "no metadata"])
 @pytest.mark.parametrize("ours", [True, False])
-def test_linen(ours: bool, metadata: str, mesh, x):
+def test_linen(ours: bool, metadata: str, mesh):
     """Without metadata where the parameters lie is enough."""
     is_said = metadata != "no metadata"
     init = nn.with_partitioning(INIT, ("fsdp", None)) if is_said else INIT
     model = linen_model(ours, init, "fsdp" if is_said else None)
-    variables = quick(model.init)(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), X)
     plain = nn.unbox(variables)
     params = variables if metadata == "boxed" else plain
 
     def loss(variables, x):
         return (model.apply(variables, x) ** 2).sum()
 
-    assert exchanged(loss, mesh, params, x) == NBYTES
+    assert exchanged(loss, mesh, params, X) == NBYTES
     with jax.set_mesh(mesh):
-        actual = jax.jit(model.apply)(params, x)
-    np.testing.assert_allclose(actual, model.apply(plain, x), rtol=1e-5, atol=1e-5)
+        actual = quick(model.apply)(params, X)
+    np.testing.assert_allclose(actual, quick(model.apply)(plain, X), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", ["Dense", "DenseGeneral", "Einsum"])
@@ -101,12 +94,12 @@ def test_linen_fields(layer: str):
     assert made.recipe.gather.axes == made.clone().recipe.gather.axes == ("model",)
 
 
-def test_linen_with_logical_names(mesh, x):
+def test_linen_with_logical_names(mesh):
     model = linen_model(True, nn.with_logical_partitioning(INIT, ("embed", "mlp")))
     with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
-        plain = nn.unbox(model.init(jax.random.key(0), x))
+        plain = nn.unbox(model.init(jax.random.key(0), X))
         loss = lambda variables, x: (model.apply(variables, x) ** 2).sum()  # noqa: E731
-        assert exchanged(loss, mesh, plain, x) == NBYTES
+        assert exchanged(loss, mesh, plain, X) == NBYTES
 
 
 NNX: dict[str, Any] = {
@@ -125,7 +118,7 @@ NNX: dict[str, Any] = {
 
 @pytest.mark.slow(but="metadata")
 @pytest.mark.parametrize("make", NNX.values(), ids=NNX)
-def test_nnx(make: Any, mesh, x):
+def test_nnx(make: Any, mesh):
     with jax.set_mesh(mesh):
         layer = make(nnx.with_partitioning(INIT, ("fsdp", None)))
     graph, state = nnx.split(layer)
@@ -133,11 +126,11 @@ def test_nnx(make: Any, mesh, x):
     def loss(state, x):
         return (nnx.merge(graph, state)(x) ** 2).sum()
 
-    assert exchanged(loss, mesh, state, x) == NBYTES
+    assert exchanged(loss, mesh, state, X) == NBYTES
 
 
-def test_kernels_without_metadata_are_not_gathered(mesh, x):
+def test_kernels_without_metadata_are_not_gathered(mesh):
     model = linen_model(True, INIT)
-    variables = quick(model.init)(jax.random.key(0), x)
+    variables = quick(model.init)(jax.random.key(0), X)
     with jax.set_mesh(mesh):
-        assert model.apply(variables, x).shape == x.shape
+        assert model.apply(variables, X).shape == X.shape

@@ -27,10 +27,7 @@ DIMENSIONS = (((1,), (0,)), ((), ()))
 X, W, G = (128, 128), (128, 128), (128, 128)
 MXFP4 = recipes.mxfp4()
 
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    return draw_all(X, W, G)
+ARRAYS = draw_all(X, W, G)
 
 
 def step(recipe: Any, **options: Any) -> Any:
@@ -42,7 +39,7 @@ def step(recipe: Any, **options: Any) -> Any:
 @pytest.mark.slow(but=r"Auto-P\('fsdp|types-P\('model")
 @pytest.mark.parametrize("w_spec", [P("fsdp", "model"), P("model", "fsdp")], ids=str)
 @pytest.mark.parametrize("way", ["Auto", "Explicit", "types"])
-def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec, arrays):
+def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec):
     """Tensor parallel along "model" beside FSDP: only "fsdp" is gathered; on TPUs by types."""
     column = w_spec[1] == "model"
     specs = P("fsdp", None if column else "model"), w_spec, P("fsdp", "model" if column else None)
@@ -50,10 +47,10 @@ def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec, arrays):
     gather = Gather("fsdp", rhs=w_spec if way == "Auto" else None)
     recipe = MXFP4 if way == "types" else dataclasses.replace(MXFP4, gather=gather)
     run = step(recipe, out_sharding=None if way == "Auto" else specs[2])
-    expected = quick(step(MXFP4))(*arrays)
+    expected = quick(step(MXFP4))(*ARRAYS)
     tpu = mx_jax.testing.target("tpu") if way == "types" else contextlib.nullcontext()
     with tpu:
-        text, actual = compiled(run, mesh_of(kind), arrays, specs)
+        text, actual = compiled(run, mesh_of(kind), ARRAYS, specs)
     check(actual, expected)
     assert actual[2].sharding.spec == w_spec
     # Half of the codes and scales, in both orientations.
@@ -64,29 +61,29 @@ def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec, arrays):
 @pytest.mark.slow(but=r"None\)-True|\(None, 'fsdp'\)-False")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("w_spec", [P("fsdp", None), P(None, "fsdp")], ids=str)
-def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
+def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool):
     """Data parallel along the axis that the kernel is stored along: its gradient is summed."""
     gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=w_spec))
     specs = (P("fsdp"), w_spec, P("fsdp"))
     run = jax.shard_map(
         step(gathering),
-        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
+        mesh=mesh_of(fsdp=4),
         in_specs=specs,
         out_specs=specs[:1] + specs[:2],
         check_vma=check_vma,
     )
     # Four shares of 32 tokens, one block each: so dw is the same sum of the same casts.
-    check(quick(run)(*arrays), quick(step(MXFP4))(*arrays))
+    check(quick(run)(*ARRAYS), quick(step(MXFP4))(*ARRAYS))
 
 
-def test_inside_shard_map_over_a_part(arrays):
+def test_inside_shard_map_over_a_part():
     """Rows lie along one mesh axis of shard_map's; the compiler has the other, and gathers."""
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
     run: Any = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
     specs: Any = dict(in_specs=(P("model"), P()), out_specs=P("model"), axis_names={"model"})
-    expected = [quick(run)(*arrays[:2])]
+    expected = [quick(run)(*ARRAYS[:2])]
     for each in (run, jax.shard_map(run, mesh=mesh_of(AxisType.Auto), **specs)):
-        text, actual = compiled(each, mesh_of(AxisType.Auto), arrays[:2], (P("model"), P("fsdp")))
+        text, actual = compiled(each, mesh_of(AxisType.Auto), ARRAYS[:2], (P("model"), P("fsdp")))
         check([actual], expected)
         assert gathered(text) == gathered(text, "u8") == W[0] * W[1] // 2 + W[0] * W[1] // 32
 
@@ -96,7 +93,7 @@ def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any
     gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w_spec))
     run = jax.shard_map(
         lambda x, w: mx_jax.matmul(x, w, recipe=gathering, **options),
-        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
+        mesh=mesh_of(fsdp=4),
         in_specs=(P(), w_spec),
         out_specs=P(),
         check_vma=False,
@@ -104,9 +101,9 @@ def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any
     return jax.jit(run)(x, w)
 
 
-def test_one_tensor_scale_inside_shard_map(arrays):
+def test_one_tensor_scale_inside_shard_map():
     """Parts of a kernel share the scale of all of it, though each device sees only its own."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     w = w * np.array([1.0] * 96 + [64.0] * 32, np.float32)[:, None]
     recipe = dataclasses.replace(recipes.weight_only("nvfp4"), residuals="primal")
     actual = on_shards(recipe, P("fsdp", None), x, w)
@@ -122,9 +119,9 @@ def test_parts_of_a_kernel_draw_different_bits():
     assert not any(np.array_equal(parts[0], part) for part in parts[1:])
 
 
-def test_blocks_between_devices(arrays):
+def test_blocks_between_devices():
     """Sixteen rows a device, blocks of 32: values are gathered; stored codes are refused."""
-    x, w = arrays[0][:, :64], arrays[1][:64]
+    x, w = ARRAYS[0][:, :64], ARRAYS[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
     run = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
@@ -146,8 +143,8 @@ def test_blocks_between_devices(arrays):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
-    x, w, _ = arrays
+def test_stored_codes_are_gathered_as_codes(kind: AxisType):
+    x, w, _ = ARRAYS
     kernel = mx_jax.quantize(w, "mxfp4", axis=0)
     is_explicit = kind is AxisType.Explicit
     recipe = recipes.weight_only("mxfp4")
@@ -169,14 +166,14 @@ HIGH = recipes.high_precision()
 @pytest.mark.parametrize("weights", ["mxfp8_e4m3_2d", "mxfp4_2d"])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_square_blocks_are_gathered_once(kind: AxisType, named: bool, weights: str, arrays: Any):
+def test_square_blocks_are_gathered_once(kind: AxisType, named: bool, weights: str):
     """Kept, they serve both orientations: their bits, and a scale for each 1024 elements."""
     recipe = recipes.from_name(weights.partition("_")[0]).with_(weights=weights)
     gather = Gather("fsdp", rhs=P("fsdp", None)) if named else None
     explicit = {"out_sharding": FSDP[0]} if kind is AxisType.Explicit else {}
     run = step(dataclasses.replace(recipe, gather=gather), **explicit)
-    text, actual = compiled(run, mesh_of(kind), arrays, FSDP)
-    check(actual, quick(step(recipe))(*arrays))
+    text, actual = compiled(run, mesh_of(kind), ARRAYS, FSDP)
+    check(actual, quick(step(recipe))(*ARRAYS))
     # Unless it is told, the compiler gathers codes of four bits for each product.
     assert gathered(text, "u8") == W[0] * W[1] // (2 if named and weights == "mxfp4_2d" else 1) + 16
     assert gathered(text) == gathered(text, "u8")
@@ -190,16 +187,16 @@ def test_square_blocks_are_gathered_once(kind: AxisType, named: bool, weights: s
         (Gather("fsdp", rhs=P(None, None, "fsdp")), "a spec has at most one entry for each axis"),
     ],
 )
-def test_what_cannot_be_gathered(gather: Gather, message: str, arrays):
+def test_what_cannot_be_gathered(gather: Gather, message: str):
     recipe = dataclasses.replace(MXFP4, gather=gather)
-    mx_jax.matmul(*arrays[:2], recipe=recipe)
+    mx_jax.matmul(*ARRAYS[:2], recipe=recipe)
     mesh = mesh_of(AxisType.Auto)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
-        mx_jax.matmul(*arrays[:2], recipe=recipe)
+        mx_jax.matmul(*ARRAYS[:2], recipe=recipe)
 
 
-def test_packed_weights_and_other_kinds_are_refused(arrays):
-    x, w, _ = arrays
+def test_packed_weights_and_other_kinds_are_refused():
+    x, w, _ = ARRAYS
     with mx_jax.testing.target("cpu"):
         packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))

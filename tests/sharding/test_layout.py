@@ -6,18 +6,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import formats
 from mx_jax.sharding import device_put, spec_for
 
 P = PartitionSpec
-
-
-@pytest.fixture(scope="module")
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.slow(but="mxfp4|rowwise")

@@ -17,7 +17,7 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
 from tests.quick import OPTIONS, quick
-from tests.sharding.collectives import Exchange, collectives
+from tests.sharding.collectives import Exchange, collectives, mesh_of
 
 pytestmark = needs_library
 
@@ -27,15 +27,9 @@ MXFP4 = mx_jax.recipes.mxfp4()
 NVFP4 = mx_jax.recipes.weight_only("nvfp4")
 RECIPES = {"mxfp4": MXFP4, "nvfp4": NVFP4, "mxfp6_e3m2": mx_jax.recipes.mxfp6()}
 
+AXES = {"data": 2, "model": 4}
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.fixture(scope="module")
-def x() -> jax.Array:
-    return jnp.asarray(draw_few_octaves(np.random.default_rng(0), (ROWS, K)))
+X = draw_few_octaves(np.random.default_rng(0), (ROWS, K))
 
 
 def weights(format: str, axis: int) -> mx_jax.MXArray:
@@ -77,25 +71,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("format", "axis", "spec", "lies", "exchanged"), CASES.values(), ids=CASES)
-def test_each_device_multiplies_its_tiles(
-    format: str,
-    axis: int,
-    spec: tuple[str | None, ...],
-    lies: PartitionSpec,
-    exchanged: list[Exchange],
-    mesh: Mesh,
-    x: jax.Array,
-):
+@pytest.mark.parametrize("case", CASES)
+def test_each_device_multiplies_its_tiles(case: str, mesh: Mesh):
     """Column and row parallel, with a mesh in context and without."""
+    format, axis, spec, lies, exchanged = CASES[case]
     run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
     place = NamedSharding(mesh, P(*spec if axis == 0 else spec[::-1]))
     placed = device_put(packed, place)
     assert_bitwise_equal(placed.dequantize(), packed.dequantize())
     assert max(each.nbytes for each in shards(placed)) <= packed.nbytes * 0.27
-    operands = jax.device_put(x, NamedSharding(mesh, lies)), placed
-    expected = quick(run)(x, packed)
+    operands = jax.device_put(X, NamedSharding(mesh, lies)), placed
+    expected = quick(run)(X, packed)
     check(run, operands, exchanged, expected)
     with jax.set_mesh(mesh):
         check(run, operands, exchanged, expected)
@@ -106,14 +93,14 @@ def shards(packed: Any) -> list[Any]:
     return [shard.data for shard in jax.tree.leaves(packed)[0].addressable_shards]
 
 
-def test_activations_in_more_parts_than_weights(mesh: Mesh, x: jax.Array):
+def test_activations_in_more_parts_than_weights(mesh: Mesh):
     """Along k a device has whole parts of the weights, whatever the activations are split into."""
     packed = mx_jax.pack_weights(weights("mxfp4", 0))
     placed = device_put(packed, NamedSharding(mesh, P("data", None)))
-    split = jax.device_put(x, NamedSharding(mesh, P(None, ("data", "model"))))
+    split = jax.device_put(X, NamedSharding(mesh, P(None, ("data", "model"))))
     result, text = program(product(0, MXFP4), split, placed)
     assert "mx_jax_cpu_matmul" in text
-    expected = quick(product(0, MXFP4))(x, packed)
+    expected = quick(product(0, MXFP4))(X, packed)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -220,7 +207,7 @@ MANUAL = {
 
 
 @pytest.mark.parametrize("case", MANUAL)
-def test_inside_shard_map(case: str, mesh: Mesh, x: jax.Array):
+def test_inside_shard_map(case: str, mesh: Mesh):
     """Each device's arrays tell what part they are; sums of parts are the caller's."""
     format, axis, spec, lies, out, exchanged = MANUAL[case]
     local = product(axis, RECIPES[format])
@@ -234,7 +221,7 @@ def test_inside_shard_map(case: str, mesh: Mesh, x: jax.Array):
         return jax.lax.psum(local(x, w), "model" if exchanged else ())
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(lies, layout), out_specs=out)
-    check(mapped, (x, placed), exchanged, quick(local)(x, packed))
+    check(mapped, (X, placed), exchanged, quick(local)(X, packed))
 
 
 REFUSED = {
@@ -258,9 +245,9 @@ def test_what_shard_map_refuses(format: str, columns: int, message: str, mesh: M
 
 @pytest.mark.parametrize("case", ["columns", "rows"])
 @pytest.mark.parametrize("named", [True, False])
-def test_on_explicit_axes(case: str, named: bool, x: jax.Array):
+def test_on_explicit_axes(case: str, named: bool):
     """Types of packed arrays say where weights lie; a kernel's product lies as both say."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(AxisType.Explicit, data=2, model=4)
     format, axis, spec, lies, out, exchanged = MANUAL[case]
     run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
@@ -272,33 +259,33 @@ def test_on_explicit_axes(case: str, named: bool, x: jax.Array):
         assert tuple(jax.typeof(y).sharding.spec) == (*out, None, None)[:2], jax.typeof(y)
         return y
 
-    expected = quick(run)(x, packed)
+    expected = quick(run)(X, packed)
     with jax.set_mesh(mesh):
         placed = device_put(packed, NamedSharding(mesh, spec))
-        check(typed, (jax.device_put(x, NamedSharding(mesh, lies)), placed), exchanged, expected)
+        check(typed, (jax.device_put(X, NamedSharding(mesh, lies)), placed), exchanged, expected)
 
 
-def test_gradients_on_explicit_axes(x: jax.Array):
+def test_gradients_on_explicit_axes():
     """Of activations, by weights that are unpacked where they lie."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(AxisType.Explicit, data=2, model=4)
     packed, run = mx_jax.pack_weights(weights("mxfp4", 0)), product(0, MXFP4)
     step = jax.grad(lambda x, w: (run(x, w) ** 2).sum())
     with jax.set_mesh(mesh):
         placed = device_put(packed, NamedSharding(mesh, P(None, "model")))
-        result = quick(step)(jax.device_put(x, NamedSharding(mesh, P())), placed)
+        result = quick(step)(jax.device_put(X, NamedSharding(mesh, P())), placed)
         unpacked = placed.unpack()
     assert (
         jax.typeof(unpacked.codes).sharding.spec
         == jax.typeof(unpacked.scales).sharding.spec
         == P(None, "model")
     )
-    np.testing.assert_allclose(result, quick(step)(x, packed), rtol=1e-5, atol=1e-2)
+    np.testing.assert_allclose(result, quick(step)(X, packed), rtol=1e-5, atol=1e-2)
 
 
 def test_a_layout_that_devices_cannot_share_is_unpacked():
     """With a warning, with a mesh in context and without; right in any case."""
     name = "float8_rowwise_e4m3"
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     w = mx_jax.quantize(
         np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), name, axis=0

@@ -1,5 +1,6 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
+import functools
 import re
 from typing import Any
 
@@ -35,21 +36,13 @@ WEIGHTS = FEATURES * UNITS
 MXFP4 = recipes.mxfp4()
 FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
 
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    return draw_all((TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS))
+ARRAYS = draw_all((TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS))
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return mesh_of(AxisType.Auto)
-
-
-@pytest.fixture(scope="module")
-def expected(arrays: Any) -> Any:
+def expected() -> Any:
     """Of one device, by MXFP4."""
-    return quick(step(MXFP4))(*arrays)
+    return quick(step(MXFP4))(*ARRAYS)
 
 
 def step(recipe: Any) -> Any:
@@ -63,29 +56,8 @@ def step(recipe: Any) -> Any:
     return with_gradients(multiply)
 
 
-# Bytes of codes and scales beside bfloat16's, of the orientations of forward and backward product.
-RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
-
-
-@pytest.mark.slow(but="mxfp4")
-@pytest.mark.parametrize("name", RATIOS)
-def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
-    recipe, (x, w, g) = recipes.from_name(name), FSDP
-    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
-    theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
-    assert gathered(text) == gathered(text, "u8") < gathered(theirs)
-    assert gathered(text) / (2 * 2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
-    sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
-    assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [("f32", 4 * WEIGHTS // 4)]
-    expected = quick(step(recipe))(*arrays)
-    if name == "nvfp4":
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
-    else:
-        check(actual, expected)
-
-
 LAYOUTS = {
+    "FSDP on k": FSDP,
     "FSDP on n": (P("fsdp"), P(None, "fsdp"), P("fsdp")),
     "tensor, column": (P(), P(None, "model"), P(None, "model")),
     "tensor, row": (P(None, "model"), P("model"), P()),
@@ -96,6 +68,7 @@ LAYOUTS = {
 # Bytes of codes and scales in both orientations, of which a device has this part.
 BOTH = WEIGHTS + 2 * WEIGHTS // 32
 WANTED = {
+    "FSDP on k": BOTH,
     "FSDP on n": BOTH,
     "both": BOTH // 2,
     # The input for the product, and for the kernel's gradient.
@@ -106,9 +79,9 @@ WANTED = {
 
 @pytest.mark.slow(but="FSDP|tensor, row|both")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, mesh: Mesh, arrays: Any, expected: Any):
+def test_layouts(layout: str, mesh: Mesh, expected: Any):
     x, w, g = LAYOUTS[layout]
-    text, actual = compiled(step(MXFP4), mesh, arrays, (x, w, g), (g, x, w))
+    text, actual = compiled(step(MXFP4), mesh, ARRAYS, (x, w, g), (g, x, w))
     check(actual, expected)
     assert gathered(text) == gathered(text, "u8") == WANTED.get(layout, 0)
 
@@ -116,8 +89,8 @@ def test_layouts(layout: str, mesh: Mesh, arrays: Any, expected: Any):
 def test_integers(mesh: Mesh):
     """One scale is the whole row's, wherever its parts lie: codes are one device's, and sums in
     int32 exact. Each of at most 4 parts is scaled by two factors, and then they are added up."""
-    layouts = [(P("fsdp"), P(), P("fsdp")), FSDP]
-    layouts += [LAYOUTS[name] for name in ("tensor, column", "tensor, row")]
+    # Parts of k, and at once parts of the rows and columns that gradients contract.
+    layouts = LAYOUTS["tensor, row"], LAYOUTS["both"]
     rng, run = np.random.default_rng(0), step("int8_rowwise")
     shapes = (TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS)
     arrays = [(rng.normal(size=s) * 2.0 ** rng.integers(-9, 9, s)).astype("f4") for s in shapes]
@@ -141,13 +114,13 @@ ROWS = {"FSDP on k": (64, 64, 128), "sequence, column": (64, 256, 64)}
 
 
 @pytest.mark.parametrize("layout", ROWS)
-def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any, expected: Any):
+def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, expected: Any):
     """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
-    specs = FSDP if layout == "FSDP on k" else LAYOUTS[layout]
+    specs = LAYOUTS[layout]
     wanted = tuple(NamedSharding(mesh, specs[number]) for number in (2, 0, 1))
     programs = []
     for recipe in (MXFP4, None):
-        operands = place(mesh, arrays, specs)
+        operands = place(mesh, ARRAYS, specs)
         jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
         program = jitted.lower(*operands).compile()
         programs.append((program.as_text(), program(*operands)))
@@ -167,17 +140,17 @@ def total(program: str) -> int:
     return sum(exchange.nbytes for exchange in collectives(program))
 
 
-def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any, expected: Any):
+def test_nothing_says_where_the_product_lies(mesh: Mesh, expected: Any):
     """Then it lies as lax's would."""
     specs = P("fsdp"), P("fsdp", "model"), P("fsdp")
-    text, actual = compiled(step(MXFP4), mesh, arrays, specs)
-    _, theirs = compiled(step(None), mesh, arrays, specs)
+    text, actual = compiled(step(MXFP4), mesh, ARRAYS, specs)
+    _, theirs = compiled(step(None), mesh, ARRAYS, specs)
     check(actual, expected)
     assert [a.sharding.spec for a in actual] == [a.sharding.spec for a in theirs]
     assert not [c for c in collectives(text) if c.kind == "all-gather" and c.dtype != "u8"]
 
 
-def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh, arrays: Any):
+def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh):
     """float8 by tensors: no layer waits for the maximum of its own kernel."""
     recipe = recipes.weight_only("float8_tensorwise_e4m3")
 
@@ -186,17 +159,17 @@ def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh, arrays: An
             x = jnp.tanh(mx_jax.matmul(x, w, recipe=recipe))
         return x
 
-    square = arrays[0][:FEATURES]
-    operands, specs = (arrays[0], square, 2 * square, 3 * square), (P("fsdp"),) * 4
+    square = ARRAYS[0][:FEATURES]
+    operands, specs = (ARRAYS[0], square, 2 * square, 3 * square), (P("fsdp"),) * 4
     text, _ = compiled(layers, mesh, operands, specs)
     maxima = re.findall(r"= (\(.*?\)|\S+) all-reduce\(", text)
     assert [len(re.findall(r"\w\[", kind)) for kind in maxima] == [3], maxima
 
 
-def test_axes_cut_in_two(arrays: Any):
+def test_axes_cut_in_two():
     """A reshape leaves a part of a mesh axis to each of two axes: no mesh says that."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x, w, _ = arrays
+    mesh = mesh_of(data=8)
+    x, w, _ = ARRAYS
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
         y = mx_jax.matmul(x.reshape(2, TOKENS // 2, FEATURES), w, recipe=MXFP4)
@@ -207,9 +180,45 @@ def test_axes_cut_in_two(arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
-def test_under_a_loop_of_remat(mesh: Mesh, arrays: Any):
-    """Under vmap: test_batches.py."""
-    x, w, _ = arrays
+# Which operands are stacked, where they lie, and how many weights' codes and scales move.
+BATCHES = {
+    "one weight": ((0, None), P(None, "fsdp"), P("fsdp"), 2),
+    "a weight each": ((0, 0), P(None, "fsdp"), P(None, "fsdp"), 6),
+    "one input": ((None, 0), P("fsdp"), P(None, "fsdp"), 6),
+}
+
+
+def stacked(array: np.ndarray, axis: int | None) -> np.ndarray:
+    return array if axis is None else np.stack([array, -array, 2 * array], axis)
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_codes_move_under_vmap(case: str, mesh: Mesh):
+    axes, lhs, rhs, moved = BATCHES[case]
+    operands = [*map(stacked, ARRAYS, (*axes, 0))]
+    run = with_gradients(jax.vmap(functools.partial(mx_jax.matmul, recipe=MXFP4), axes))
+    out = P(None, "fsdp")
+    text, actual = compiled(run, mesh, operands, (lhs, rhs, out), (out, lhs, rhs))
+    assert gathered(text, "u8") == gathered(text) == moved * WEIGHTS * 17 // 32
+    with mx_jax.only_backend("reference"):
+        expected = quick(run)(*operands)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (2, 3)], ids=str)
+def test_batches_of_batches(axes: tuple[int | None, int | None], mesh: Mesh):
+    """Operands that hold their contracted axes first, in products with a batch."""
+    x, w = map(stacked, draw_all((2, 128, 128), (2, 128, 32)), axes)
+    numbers = (((1,), (1,)), ((0,), (0,)))
+    run = jax.vmap(lambda x, w: mx_jax.dot_general(x, w, numbers, recipe=MXFP4), axes)
+    expected = run(x, w)
+    with jax.set_mesh(mesh):
+        assert_bitwise_equal(quick(run)(x, w), expected)
+
+
+def test_under_a_loop_of_remat(mesh: Mesh):
+    x, w, _ = ARRAYS
     inner = jax.checkpoint(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4))
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -222,10 +231,10 @@ def test_under_a_loop_of_remat(mesh: Mesh, arrays: Any):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
-def test_second_derivatives(mesh: Mesh, arrays: Any):
+def test_second_derivatives(mesh: Mesh):
     """A kernel in high precision has a gradient that depends on it."""
     recipe = recipes.weight_only("mxfp4")
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
     run = jax.grad(lambda x: jnp.sum(jnp.tanh(mx_jax.matmul(x, stored, recipe=recipe))))
     second = jax.grad(lambda x: jnp.vdot(run(x), x))
@@ -234,9 +243,9 @@ def test_second_derivatives(mesh: Mesh, arrays: Any):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_programs_that_compute_otherwise_differ(mesh: Mesh, arrays: Any):
+def test_programs_that_compute_otherwise_differ(mesh: Mesh):
     """The key of a compilation cache may leave out the number of a rule, and sees shapes alone."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
 
     def text(format: str) -> str:
         run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.weight_only(format)))
@@ -254,10 +263,10 @@ EXPLICIT = {
 
 
 @pytest.mark.parametrize("layout", EXPLICIT)
-def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any, expected: Any):
+def test_an_explicit_mesh_that_is_not_in_context(layout: str, expected: Any):
     """Operands' types say where the product and its gradients are, as they do of lax's."""
     mesh = mesh_of(AxisType.Explicit)
-    operands = place(mesh, arrays, EXPLICIT[layout])
+    operands = place(mesh, ARRAYS, EXPLICIT[layout])
     lies = operands[2].sharding
 
     def run(multiply: Any) -> Any:
@@ -278,7 +287,7 @@ def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any, expec
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any, expected: Any):
+def test_shard_map_over_a_part_of_the_axes(kind: AxisType, expected: Any):
     """Axes that are not in `axis_names` stay the compiler's, or types': it moves no more there."""
     mesh = mesh_of(kind)
     specs = P("fsdp"), P(None, "model"), P("fsdp", "model")
@@ -288,7 +297,7 @@ def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any, expected
         run = jax.shard_map(
             step(recipe), in_specs=outer, out_specs=(outer[2], *outer[:2]), axis_names={"fsdp"}
         )
-        programs.append(compiled(run, mesh, arrays, specs, (specs[2], *specs[:2])))
+        programs.append(compiled(run, mesh, ARRAYS, specs, (specs[2], *specs[:2])))
     (text, actual), (theirs, _) = programs
     # On explicit axes JAX 0.10 moves an array of the input's size once more.
     is_older = jax.__version_info__ < (0, 11) and kind is AxisType.Explicit

@@ -1,6 +1,7 @@
 """Experts of ragged products on several devices: the bits of one device, and what moves."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
+from tests.needs import slow
 from tests.quick import OPTIONS, quick, with_gradients
 from tests.sharding.collectives import check, collectives, compiled, draw_all, gathered, mesh_of
 
@@ -20,17 +22,11 @@ WEIGHTS = EXPERTS * FEATURES * UNITS
 SIZES = np.array([40, 0, 70, 10], np.int32)
 MXFP4 = recipes.mxfp4()
 
-
-@pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    return draw_all((ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (ROWS, UNITS))
+ARRAYS = draw_all((ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (ROWS, UNITS))
 
 
 def step(recipe: Any) -> Any:
-    def run(x, w, g, sizes):
-        return with_gradients(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe=recipe))(x, w, g)
-
-    return run
+    return with_gradients(functools.partial(mx_jax.ragged_dot, recipe=recipe))
 
 
 # Codes and scales beside bfloat16's bytes.
@@ -38,16 +34,12 @@ RATIOS = {"mxfp6": 0.391, "mxfp4": 0.266}
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "spec"),
     [("mxfp4", AUTO, P(None, "fsdp", "model")), ("mxfp6", EXPLICIT, P("fsdp", "model", None))],
 )
 @pytest.mark.slow
-def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
+def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec):
     """Rows and experts lie along the same axis; "model" stays where it is."""
     recipe, is_explicit = recipes.from_name(name), kind is EXPLICIT
     gathering = dataclasses.replace(
@@ -55,7 +47,7 @@ def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
     )
     x_spec = P("fsdp", "model" if spec[1] == "model" else None)
     y_spec = P("fsdp", spec[2])
-    operands, specs = (*arrays, SIZES), (x_spec, spec, y_spec, P())
+    operands, specs = (*ARRAYS, SIZES), (x_spec, spec, y_spec, P())
     results = None if is_explicit else (y_spec, x_spec, spec)
     text, actual = compiled(step(gathering), mesh_of(kind), operands, specs, results)
     check(actual, quick(step(recipe))(*operands))
@@ -65,15 +57,15 @@ def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
     assert not gathered(text, "f32")
 
 
-def test_inside_shard_map(arrays: Any):
+def test_inside_shard_map():
     """Each device has rows and groups of its own, and parts of all experts."""
-    x, w, g = arrays
+    x, w, g = ARRAYS
     sizes = np.array([[10, 0, 12, 10], [0, 32, 0, 0], [1, 2, 3, 4], [8, 8, 8, 8]], np.int32)
     spec, rows = P(None, "fsdp"), P("fsdp")
     gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=spec))
     sharded = jax.shard_map(
         step(gathering),
-        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AUTO,)),
+        mesh=mesh_of(fsdp=4),
         in_specs=(rows, spec, rows, rows),
         out_specs=(rows, rows, spec),
     )
@@ -96,9 +88,9 @@ def test_inside_shard_map(arrays: Any):
     ("how", "spec"),
     [slow("shard_map", P(None, None, "fsdp")), ("auto", P("fsdp")), ("explicit", P("fsdp"))],
 )
-def test_stored_experts(how: str, spec: PartitionSpec, arrays: Any):
+def test_stored_experts(how: str, spec: PartitionSpec):
     """MXArrays move as the codes that they are."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     is_explicit = how == "explicit"
     stored = mx_jax.quantize(w, "mxfp4", axis=1)
     recipe = dataclasses.replace(
@@ -121,8 +113,8 @@ def test_stored_experts(how: str, spec: PartitionSpec, arrays: Any):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_rows_are_not_gathered(arrays: Any):
-    x, w, _ = arrays
+def test_rows_are_not_gathered():
+    x, w, _ = ARRAYS
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", lhs=P("fsdp"), rhs=P("fsdp")))
     with (
         jax.set_mesh(mesh_of(AUTO)),
@@ -131,9 +123,9 @@ def test_rows_are_not_gathered(arrays: Any):
         mx_jax.ragged_dot(x, w, SIZES, recipe=recipe)
 
 
-def test_an_explicit_mesh_that_is_not_in_context(arrays: Any):
+def test_an_explicit_mesh_that_is_not_in_context():
     """Types say where rows are: JAX's own product asks for `out_sharding` there."""
-    x, w, _ = arrays
+    x, w, _ = ARRAYS
     mesh = mesh_of(EXPLICIT)
     rows, whole = NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None, None))
     product = jax.jit(lambda x, w: mx_jax.ragged_dot(x, w, SIZES, recipe=MXFP4))

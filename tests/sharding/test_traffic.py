@@ -6,6 +6,7 @@ The programs are those of `python -m benchmarks.collectives`, whose table docs/b
 import dataclasses
 import functools
 import json
+import math
 from collections import Counter
 from typing import Any
 
@@ -39,11 +40,13 @@ from benchmarks.collectives import (
     step,
 )
 from mx_jax import recipes
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.inspect import explain
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
+from tests.needs import slow
 from tests.quick import quick, with_gradients
-from tests.sharding.collectives import partitioned, place, received
+from tests.sharding.collectives import mesh_of, partitioned, place, received
 
 P = PartitionSpec
 # Two orientations of eight bits and their scales, beside bfloat16 once; maxima that rows agree on.
@@ -148,17 +151,13 @@ def test_sums_in_float32_by_a_recipe(way: str, layout: str):
     assert not [key for key in wide if key[1] == "bf16"]
 
 
-def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
-
-
 @pytest.mark.parametrize("wide", [False, True])
 def test_sums_of_shards_are_within_their_bound(wide: bool, rng: np.random.Generator):
     """docs/sharding.md: d parts rounded to bfloat16, and d - 1 sums of them, or one rounding."""
     x, w = rng.normal(size=(32, 512)), rng.normal(size=(512, 32))
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w))
     recipe = dataclasses.replace(recipes.mxfp8(), reduce_dtype=jnp.float32 if wide else None)
-    with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
+    with jax.set_mesh(mesh := mesh_of(d=8)):
         operands = place(mesh, (x, w), (P(None, "d"), P("d")))
         product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(*operands)
     spec = recipe.output.lhs
@@ -178,6 +177,51 @@ def test_sums_of_shards_are_within_their_bound(wide: bool, rng: np.random.Genera
     assert (error <= (once if wide else 8 * unit * magnitude)).all()
     # A bound that nothing comes near to would tell nothing.
     assert wide or (error > once).any()
+
+
+NVFP4 = recipes.nvfp4()
+# Terms of a sum, devices, and half a unit in the last place.
+TERMS, DEVICES, HALF_ULP = 512, 8, 2.0**-24
+
+
+def bound(devices: int) -> float:
+    """Of the sum of magnitudes: docs/sharding.md derives it."""
+    return (REFERENCE.epsilon_bound * math.sqrt(TERMS / devices) + devices - 1) * HALF_ULP
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_codes_of_nvfp4_are_those_of_one_device_and_sums_are_near(
+    is_split: bool, rng: np.random.Generator
+):
+    """Parts have tensor scales of their own, 64 times as large on one device."""
+
+    def run(x: Any, w: Any) -> Any:
+        left = mx_jax.quantize(x, "nvfp4", scale_rule=NVFP4.output.lhs.scale_rule)
+        right = mx_jax.quantize(w, "nvfp4", axis=0, scale_rule=NVFP4.output.rhs.scale_rule)
+        return left, right, mx_jax.matmul(x, w, recipe=NVFP4)
+
+    x, w = (rng.standard_normal(shape, np.float32) for shape in ((16, TERMS), (TERMS, 64)))
+    x[:, : TERMS // DEVICES] *= 64
+    with jax.set_mesh(mesh := mesh_of(d=DEVICES)):
+        specs = (P(None, "d"), P("d")) if is_split else (P("d"), P(None, "d"))
+        *parts, product = jax.jit(run)(*place(mesh, (x, w), specs))
+    *expected, alone = jax.jit(run)(x, w)
+    values = []
+    for one, other in zip(parts, expected, strict=True):
+        for name in ("codes", "scales", "tensor_scale"):
+            assert_bitwise_equal(getattr(one, name), getattr(other, name), what=name)
+        # Exact in float64: an element, its block's scale and the tensor's have 2, 4 and 24 digits.
+        exact = one.dequantize(jnp.float32) / np.asarray(one.tensor_scale)
+        digits = np.round(np.asarray(exact, np.float64) * 2.0**12) / 2.0**12
+        values.append(digits * np.asarray(one.tensor_scale, np.float64))
+    exact, magnitude = values[0] @ values[1], abs(values[0]) @ abs(values[1])
+    # Each operand's values are rounded once where its tensor scale is multiplied in.
+    rounded = 2 * HALF_ULP * magnitude
+    devices = DEVICES if is_split else 1
+    assert (abs(product - exact) <= bound(devices) * magnitude + rounded).all()
+    assert (abs(alone - exact) <= bound(1) * magnitude + rounded).all()
+    # The bound is no more than twice what is seen of a sum whose terms are not random.
+    assert abs(product - exact).max() > 0
 
 
 def test_recipes_say_how_devices_add_up():
@@ -201,7 +245,7 @@ def test_recipes_say_how_devices_add_up():
 def test_square_blocks_keep_the_sharding_of_types(name: str):
     """Sixteen columns a device, blocks of 32 by 32: each device multiplies its columns."""
     recipe, key = recipes.from_name(name), jax.random.key(0)
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(AxisType.Explicit, d=8)
     run = with_gradients(functools.partial(mx_jax.matmul, recipe=recipe, key=key))
     arrays = [jnp.ones(shape, jnp.bfloat16) for shape in ((64, 64), (64, 128), (64, 128))]
     with jax.set_mesh(mesh):
@@ -220,7 +264,7 @@ def test_shards_that_cut_blocks_agree_on_maxima(rng: np.random.Generator):
     """Eight rows a device, four devices a block: maxima are exchanged, and codes are gathered."""
     x, w = draw_few_octaves(rng, (64, 64)), draw_few_octaves(rng, (64, 128))
     run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
-    with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
+    with jax.set_mesh(mesh := mesh_of(d=8)):
         operands = place(mesh, (x, w), (P("d"), P("d")))
         jitted = jax.jit(run, out_shardings=NamedSharding(mesh, P("d")))
         nbytes, actual = received(partitioned(jitted.lower(*operands)), 8), jitted(*operands)
@@ -250,7 +294,7 @@ def test_parts_inside_shard_map_agree_on_scales(name: str, w_spec: Any, rng: np.
     gather = mx_jax.sharding.Gather("d", rhs=w_spec)
     sharded = jax.shard_map(
         functools.partial(run, gather=gather),
-        mesh=mesh_of(AxisType.Auto),
+        mesh=mesh_of(d=8),
         in_specs=(P(), w_spec),
         out_specs=(P(), P(), w_spec),
         check_vma=False,
@@ -269,7 +313,7 @@ def test_parts_inside_shard_map_agree_on_scales(name: str, w_spec: Any, rng: np.
 
 def test_tokens_along_two_axes_are_not_permuted():
     """Weights lie along the second of them: the sum over tokens takes both as they lie."""
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, fsdp=4)
     both = P(("data", "fsdp"))
 
     def run(x: Any, w: Any, g: Any) -> Any:
@@ -307,7 +351,7 @@ def test_mixed_axis_types():
     assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(run)(x, x.T)) + 0.0)
 
 
-@pytest.mark.parametrize("axis", ["data", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", ["data", slow("model")])
 def test_mixed_axis_types_move_what_two_explicit_axes_do(axis: str):
     """Forward and gradients; of the product's sharding types know what is along one axis."""
     case = Case("FSDP, tensor column", "explicit", "mxfp4", "bfloat16")

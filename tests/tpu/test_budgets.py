@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, printed
+from tests.processes import printed
 
 pytestmark = [
     pytest.mark.tpu,
@@ -41,9 +40,8 @@ BUDGETS = {
 @pytest.mark.parametrize("device", BUDGETS)
 def test_budgets(device: str, tmp_path: Path):
     """Of a v6e more is known: 262,144 multiply-adds a cycle, and a copy's bytes."""
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     options = ["--devices", device, "--programs", *BUDGETS[device], "--out", tmp_path / "of.json"]
-    shown = printed("-m", "benchmarks.tpu", *options, PYTHONPATH=paths)
+    shown = printed("-m", "benchmarks.tpu", *options)
     rows = json.loads((tmp_path / "of.json").read_text())["rows"]
     costs = {
         row["program"]: (row["bundles"] / 1e3, (row["read"] + row["written"]) / 2**20)
