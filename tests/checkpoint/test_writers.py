@@ -1,11 +1,13 @@
 """Saves that are killed, and others that write or read one folder meanwhile."""
 
 import errno
+import functools
 import json
 import os
+import shutil
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import safetensors
 from mx_jax import checkpoint
 from mx_jax.checkpoint import files
 from mx_jax.checkpoint.files import INDEX, Entry, Reader
-from tests.processes import run_python
+from tests.checkpoint.killed import at_each_change, killed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks that end with a process")
 
@@ -136,13 +138,6 @@ def test_names_never_come_again(tmp_path: Path):
     assert len({*seen}) == 12 and all(files.NUMBERED.fullmatch(name) for name in seen)
 
 
-def test_a_file_that_is_gone_is_still_an_error(tmp_path: Path):
-    save(tmp_path, 1)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no file at .*00002-of-00003"):
-        checkpoint.load(tmp_path)
-
-
 def test_the_header_is_of_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Not that of the one which was checked, where another has taken its place."""
     path, checked = tmp_path / "one.safetensors", safetensors.safe_open
@@ -202,28 +197,6 @@ def test_a_damaged_index_may_still_be_mended(tmp_path: Path):
     check_clean(tmp_path)
 
 
-def stopped_save(folder: Path) -> None:
-    def fetch() -> np.ndarray:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        save(folder, 2, c=Entry((4,), np.dtype(np.float32), fetch))
-
-
-@pytest.mark.parametrize("lost", [INDEX, None])
-def test_files_of_a_stopped_save_are_not_read_beside_the_earlier(lost: str | None, tmp_path: Path):
-    if lost is None:
-        checkpoint.save(tmp_path / files.WHOLE, generation(1))
-    else:
-        save(tmp_path, 1)
-        (tmp_path / lost).unlink()
-    before = names(tmp_path)
-    stopped_save(tmp_path)
-    assert {*before} < {*names(tmp_path)} and loaded(tmp_path) == 1
-    stopped_save(tmp_path)
-    assert {*before} < {*names(tmp_path)} and loaded(tmp_path) == 1
-
-
 def test_an_index_does_not_outlive_its_file(tmp_path: Path):
     checkpoint.save(tmp_path, generation(1), max_shard_size=1000)
     (only,) = tmp_path.glob("*.safetensors")
@@ -241,102 +214,83 @@ def test_a_partial_file_of_another_output_stays(tmp_path: Path):
     assert names(tmp_path) == [theirs.name, "m"]
 
 
-# Killed by the system before each of the operations that Python reports, twice over; then a save
-# that ends. Tensors are read as NumPy's, so that no thread of XLA's is there to be forked.
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-import numpy as np
-from mx_jax import checkpoint
-from mx_jax.checkpoint import files
+# Killed at each change to its files, twice over; then a save that ends.
 
-folder, start = Path(sys.argv[1]) / "m", Path(sys.argv[1]) / "start"
-one = lambda folder: folder / files.WHOLE
-EVENTS = "open os.rename os.remove os.link os.mkdir os.rmdir fsync".split()
 
-def save(number, path, size=None):
-    tree = {name: np.full(4, number, np.float32) for name in "abc"}
-    checkpoint.save(path, tree, max_shard_size=size)
+def several(folder: Path, gone: Sequence[str] = ()) -> None:
+    save(folder, 1)
+    for name in gone:
+        (folder / name).unlink()
 
-def loaded():
-    try:
-        _, found = files.readers_of(folder, "")
-    except (FileNotFoundError, ValueError):
-        return None
-    assert found.keys() == {*"abc"}, found
-    (number,) = {float(value) for entry in found.values() for value in np.asarray(entry)}
-    return number
 
-def killed(at, act):
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] == signal.SIGKILL
-    seen = []
-    def hook(event, arguments):
-        if event in EVENTS:
-            seen.append(event)
-            if len(seen) > at:
-                os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        os.fsync = lambda file: sys.audit("fsync")
-        sys.addaudithook(hook)
-        act()
-        os._exit(0)
-    finally:
-        os._exit(1)
+def others(folder: Path) -> None:
+    """Two files that go by no number."""
+    folder.mkdir()
+    for name, tensors in ("x", "a"), ("y", "bc"):
+        tree = {tensor: generation(1)[tensor] for tensor in tensors}
+        checkpoint.save(folder / f"{name}.safetensors", tree)
 
-def check(prepare, act, most, before=(1.0,), others=()):
-    prepare(start)
+
+def whole(folder: Path) -> None:
+    folder.mkdir()
+    checkpoint.save(folder / files.WHOLE, generation(1))
+
+
+LOST = functools.partial(several, gone=[INDEX])
+STOPPED = functools.partial(several, gone=[INDEX, "model-00003-of-00003.safetensors"])
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "most", "held_before"),
+    [
+        (several, 16, 6, {1}),
+        # What has no index is not told from the files of a save that was killed.
+        (LOST, 16, 8, {1}),
+        (STOPPED, 16, 6, {None}),
+        (Path.mkdir, 16, 6, {None}),
+        (several, 32, 5, {1}),
+        (others, 16, 8, {1, None}),
+        (whole, 16, 7, {1}),
+        (whole, None, 1, {1}),
+    ],
+    ids="several lost stopped nothing larger others whole one_file".split(),
+)
+def test_killed_at_each_change(
+    before: Any, size: int | None, most: int, held_before: set[int | None], tmp_path: Path
+):
+    start, folder = tmp_path / "start", tmp_path / "m"
+    before(start)
     (start / "model-notes.txt").write_text("mine")
-    at = 0
-    while True:
+    kept = {"x.safetensors", "y.safetensors"} & {*names(start)}
+
+    def held() -> int | None:
+        try:
+            return loaded(folder)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def begin() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, folder)
-        again = killed(at, act)
-        assert loaded() in ({*before, 2.0} if again else {2.0}), at
-        assert (folder / "model-notes.txt").read_text() == "mine"
-        if not again:
-            break
-        killed(at, act)  # What the first left, the second does not add to.
-        assert loaded() in (*before, 2.0), at
-        assert len(list(folder.glob("*.safetensors"))) <= most, os.listdir(folder)
+
+    def act() -> None:
+        path = folder / files.WHOLE if size is None else folder
+        checkpoint.save(path, generation(2), max_shard_size=size)
+
+    def check(last: str, at: int) -> None:
+        assert held() in (held_before | {2} if last else {2}), last
+        if not last:
+            return
+        # What the first left, the second does not add to.
+        with killed(at):
+            act()
+        assert held() in held_before | {2}, last
+        assert len([*folder.glob("*.safetensors")]) <= most, names(folder)
         act()
-        assert loaded() == 2.0
-        assert not list(folder.glob(".*")), os.listdir(folder)
-        named = files._named(folder) or {files.WHOLE}
-        assert {file.name for file in folder.glob("*.safetensors")} == {*named, *others}
-        at += 1
-    shutil.rmtree(start)
-    print(at)
+        assert held() == 2 and not [*folder.glob(".*")], names(folder)
+        assert (folder / "model-notes.txt").read_text() == "mine"
+        index = folder / INDEX
+        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else ()
+        assert {*names(folder)} - {INDEX, "model-notes.txt"} == ({*named} or {files.WHOLE}) | kept
 
-def several(start, *gone):
-    save(1, start, 16)
-    for name in gone:
-        (start / name).unlink()
-
-def two(start):
-    start.mkdir()
-    for name, part in ("x", "a"), ("y", "bc"):
-        arrays = {each: np.full(4, 1, np.float32) for each in part}
-        checkpoint.save(start / f"{name}.safetensors", arrays)
-
-lost = lambda start: several(start, files.INDEX)
-stopped = lambda start: several(start, files.INDEX, "model-00003-of-00003.safetensors")
-whole = lambda start: start.mkdir() or save(1, one(start))
-act = lambda: save(2, folder, 16)
-# What has no index is not told from the files of a save that was killed.
-check(several, act, 6)
-check(lost, act, 8)
-check(stopped, act, 6, before=(None,))
-check(Path.mkdir, act, 6, before=(None,))
-check(several, lambda: save(2, folder, 32), 5)
-check(two, act, 8, before=(1.0, None), others=["x.safetensors", "y.safetensors"])
-check(whole, act, 7)
-check(whole, lambda: save(2, one(folder)), 1)
-"""
-
-
-def test_killed_at_each_operation(tmp_path: Path):
-    done = run_python("-c", KILLED, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    operations = [int(number) for number in done.stdout.split()]
-    assert len(operations) == 8 and min(operations[:-1]) > 10 and operations[-1] > 2
+    at_each_change(begin, act, check)
