@@ -128,9 +128,7 @@ ONE_PYTHON = {
         backends/test_cast_statistics backends/test_cpu_calls backends/test_cpu_casts
         backends/test_cpu_matmul""",
     "frozen values, and what is chosen by them": """
-        backends/test_identity backends/test_select formats recipes/test_measured
-        recipes/test_named recipes/test_page recipes/test_published
-        recipes/test_specs recipes/test_with""",
+        backends/test_identity backends/test_select formats recipes""",
     "the project's sources, pages and pictures; pages of docs are slow tests": """
         benchmarks examples contracts/test_docs contracts/test_examples
         contracts/test_import_time contracts/test_imports contracts/test_migrate

@@ -11,7 +11,6 @@ import mx_jax
 from mx_jax import calibrate
 from mx_jax.calibrate.scales import search_for
 from mx_jax.formats import BLOCK_FORMATS, MXFP4, NVFP4, BlockFormat
-from tests.calibrate.tables import values_under
 
 SEARCHED = [
     format
@@ -26,6 +25,15 @@ SHAPE = 64, 8
 
 def heavy(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_t(3.0, shape).astype(np.float32)
+
+
+def values_under(q: mx_jax.MXArray) -> np.ndarray:
+    """float64 `[codes, *q.shape]`: what each code would be at each place, by decoding it there."""
+    element = q.format.element
+    # An integer's most negative value is never given: a cast saturates alike on both sides.
+    codes = (c for c in range(1 << element.bits) if abs(element.value(c)) <= element.max)
+    filled = (dataclasses.replace(q, codes=jnp.full(q.shape, code, jnp.uint8)) for code in codes)
+    return np.stack([np.asarray(mx_jax.dequantize(each), np.float64) for each in filled])
 
 
 def errors(w: np.ndarray, q: mx_jax.MXArray, size: int) -> np.ndarray:

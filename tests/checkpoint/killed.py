@@ -57,14 +57,15 @@ def killed(at: int) -> Iterator[list[str]]:
 
 
 def at_each_change(
-    prepare: Callable[[], None], act: Callable[[], Any], check: Callable[[str], None]
+    prepare: Callable[[], None], act: Callable[[], Any], check: Callable[[str, int], None]
 ):
     """Kill `act` before and after each of its changes, then let it end; check what is there.
 
     Args:
       prepare: makes the state that each begins with.
       act: what is killed.
-      check: told the last change before the end, `""` where it was not killed.
+      check: of the last change before the end, `""` where it was not killed, and of `killed`'s
+        number.
     """
     for at in itertools.count():
         prepare()
@@ -72,7 +73,7 @@ def at_each_change(
         with killed(at) as changes:
             act()
             ended = True
-        check("" if ended else f"{'after' if at % 2 else 'before'} {changes[-1]}")
+        check("" if ended else f"{'after' if at % 2 else 'before'} {changes[-1]}", at)
         if ended:
             assert len(changes) > 2, "what is patched is not what is called"
             return

@@ -85,17 +85,13 @@ def samples() -> list[Sample]:
     }
     parts, packed = {"max_shard_size": 200}, "mxfp4-pack-quantized"
     theirs = {"a.weight": nv, "b.weight": fp8, "c.weight": mx}
-    compressed = {"quant_method": "compressed-tensors", "format": packed}
-    config = {"torch_dtype": "float32", "quantization_config": compressed}
     modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     made = {
         "mx_jax": written({"a": {0: mx, "b": nv}} | norm),
-        "compressed-tensors": written({"a.weight": mx} | norm, packed, config),
-        "gpt-oss": written({"a": mx} | norm, "gpt-oss"),
         "modelopt": written({"a.weight": nv} | norm, "modelopt-nvfp4", **parts)
         | {"hf_quant_config.json": json.dumps(modelopt).encode()},
         "torchao": written(theirs | norm, "torchao"),
-        # What config.json states, and what `convert` makes of layouts.
+        # What `convert` makes of layouts, and of what config.json states.
         "mx_jax shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
         "stated": stated({"a.weight": one} | norm, packed),
         "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),

@@ -1,24 +1,32 @@
-"""Saves that are killed, and others that write or read one folder meanwhile."""
+"""Several files with an index: whole or not there, with little memory; saves that are killed, and
+others that write or read one folder meanwhile."""
 
 import errno
+import functools
 import json
 import os
+import shutil
 import stat
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint import files
 from mx_jax.checkpoint.files import INDEX, Entry, Reader
-from tests.processes import run_python
+from mx_jax.formats import MXFP4
+from tests.checkpoint.killed import at_each_change, killed
+from tests.checkpoint.stored import draw
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks that end with a process")
+posix = pytest.mark.skipif(sys.platform == "win32", reason="has other modes and links")
 
 
 def generation(number: int) -> dict[str, np.ndarray]:
@@ -77,6 +85,7 @@ def test_of_two_saves_at_once_one_is_an_error(
 # Files --------------------------------------------------------------------------------------------
 
 
+@posix
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_the_umask_of_the_process_stays(mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is every thread's: files get its modes, and nobody changes it to ask."""
@@ -90,6 +99,7 @@ def test_the_umask_of_the_process_stays(mask: int, tmp_path: Path, monkeypatch: 
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~mask}
 
 
+@posix
 def test_a_link_stays(tmp_path: Path):
     """What it names is replaced, as by `open` and by commands."""
     (tmp_path / "there").mkdir()
@@ -134,13 +144,6 @@ def test_names_never_come_again(tmp_path: Path):
         seen += [name for name in names(tmp_path) if name != INDEX]
     assert seen[:3] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert len({*seen}) == 12 and all(files.NUMBERED.fullmatch(name) for name in seen)
-
-
-def test_a_file_that_is_gone_is_still_an_error(tmp_path: Path):
-    save(tmp_path, 1)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no file at .*00002-of-00003"):
-        checkpoint.load(tmp_path)
 
 
 def test_the_header_is_of_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -202,28 +205,6 @@ def test_a_damaged_index_may_still_be_mended(tmp_path: Path):
     check_clean(tmp_path)
 
 
-def stopped_save(folder: Path) -> None:
-    def fetch() -> np.ndarray:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        save(folder, 2, c=Entry((4,), np.dtype(np.float32), fetch))
-
-
-@pytest.mark.parametrize("lost", [INDEX, None])
-def test_files_of_a_stopped_save_are_not_read_beside_the_earlier(lost: str | None, tmp_path: Path):
-    if lost is None:
-        checkpoint.save(tmp_path / files.WHOLE, generation(1))
-    else:
-        save(tmp_path, 1)
-        (tmp_path / lost).unlink()
-    before = names(tmp_path)
-    stopped_save(tmp_path)
-    assert {*before} < {*names(tmp_path)} and loaded(tmp_path) == 1
-    stopped_save(tmp_path)
-    assert {*before} < {*names(tmp_path)} and loaded(tmp_path) == 1
-
-
 def test_an_index_does_not_outlive_its_file(tmp_path: Path):
     checkpoint.save(tmp_path, generation(1), max_shard_size=1000)
     (only,) = tmp_path.glob("*.safetensors")
@@ -241,102 +222,215 @@ def test_a_partial_file_of_another_output_stays(tmp_path: Path):
     assert names(tmp_path) == [theirs.name, "m"]
 
 
-# Killed by the system before each of the operations that Python reports, twice over; then a save
-# that ends. Tensors are read as NumPy's, so that no thread of XLA's is there to be forked.
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-import numpy as np
-from mx_jax import checkpoint
-from mx_jax.checkpoint import files
+# Several files with an index: whole or not there, and little memory ----------------------------
 
-folder, start = Path(sys.argv[1]) / "m", Path(sys.argv[1]) / "start"
-one = lambda folder: folder / files.WHOLE
-EVENTS = "open os.rename os.remove os.link os.mkdir os.rmdir fsync".split()
+LAYOUT = "mxfp4-pack-quantized"
 
-def save(number, path, size=None):
-    tree = {name: np.full(4, number, np.float32) for name in "abc"}
-    checkpoint.save(path, tree, max_shard_size=size)
 
-def loaded():
-    try:
-        _, found = files.readers_of(folder, "")
-    except (FileNotFoundError, ValueError):
-        return None
-    assert found.keys() == {*"abc"}, found
-    (number,) = {float(value) for entry in found.values() for value in np.asarray(entry)}
-    return number
+@pytest.fixture
+def weights(rng: np.random.Generator) -> dict[str, Any]:
+    """Four weights of 8 * 32 + 8 * 2 bytes, and a small one."""
+    mx = {f"{i}.weight": draw(MXFP4, (8, 64), rng) for i in range(4)}
+    return mx | {"norm": jnp.arange(3.0)}
 
-def killed(at, act):
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] == signal.SIGKILL
-    seen = []
-    def hook(event, arguments):
-        if event in EVENTS:
-            seen.append(event)
-            if len(seen) > at:
-                os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        os.fsync = lambda file: sys.audit("fsync")
-        sys.addaudithook(hook)
-        act()
-        os._exit(0)
-    finally:
-        os._exit(1)
 
-def check(prepare, act, most, before=(1.0,), others=()):
-    prepare(start)
+def codes(weights: Mapping[str, Any], name: str) -> np.ndarray:
+    return np.asarray(weights[name].codes)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, "torchao"])
+def test_several_files_there_and_back(layout: str, weights: dict[str, Any], tmp_path: Path):
+    checkpoint.write(tmp_path, weights, layout=layout, max_shard_size=600)
+    assert names(tmp_path) == [*(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), INDEX]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 4 * 272 + 12
+    back = checkpoint.read(tmp_path)
+    assert set(back) == set(weights)
+    for name in back.quantized:
+        np.testing.assert_array_equal(codes(back, name), codes(weights, name))
+    # A tensor that is larger than a file has one of its own.
+    checkpoint.write(tmp_path / "b", weights, layout=layout, max_shard_size=1)
+    assert len(names(tmp_path / "b")) == 10 if layout == LAYOUT else 9
+    checkpoint.write(tmp_path / "c", {}, layout=layout, max_shard_size=1)
+    assert len(checkpoint.read(tmp_path / "c")) == 0
+
+
+class Failing(Mapping[str, Any]):
+    """Weights that are fetched to be described, and then fail at one."""
+
+    def __init__(self, weights: Mapping[str, Any], fails: str | None):
+        self.weights, self.fails, self.fetched = weights, fails, list[str]()
+        self.made: list[weakref.ref[Any]] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, name: str) -> Any:
+        if name == self.fails and name in self.fetched:
+            raise OSError("disk full")
+        self.fetched.append(name)
+        # The one before may still be at hand, those before it not.
+        assert sum(made() is not None for made in self.made) <= 1
+        copy = jax.tree.map(lambda part: part, self.weights[name])
+        self.made.append(weakref.ref(copy))
+        return copy
+
+
+def test_stopped_and_written_again(weights: dict[str, Any], tmp_path: Path):
+    """A folder without an index is not read."""
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write(tmp_path, Failing(weights, "2.weight"), layout=LAYOUT, max_shard_size=300)
+    assert names(tmp_path) == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2)]
+    with pytest.raises(ValueError, match="2 of 4 files are there and no model"):
+        checkpoint.read(tmp_path)
+    checkpoint.write(tmp_path, weights, layout=LAYOUT, max_shard_size=300)
+    result = checkpoint.read(tmp_path, layout=LAYOUT)
+    for name in result.quantized:
+        np.testing.assert_array_equal(codes(result, name), codes(weights, name))
+
+
+def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
+    """Which of the two is meant nobody knows; neither did a file go without a trace."""
+    for file in ("x", "y"):
+        np.save(tmp_path / file, 1)  # what is no tensor is passed over
+        safetensors.numpy.save_file({"a": np.ones(4)}, tmp_path / f"{file}.safetensors")
+    with pytest.raises(ValueError, match=r"a is in two files, x.safetensors and y.safetensors"):
+        checkpoint.read(tmp_path)
+    folder = tmp_path / "m"
+    save(folder, 1)
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["b"]
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"2 of 3 files are named by model\.safetensors\."):
+        checkpoint.load(folder)
+
+
+def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
+    doubled = weights | {"0.weight_packed": jnp.ones(3)}
+
+    def refused(source: dict[str, Any], complaint: str, **changed: Any) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            checkpoint.write(tmp_path / "a", source, layout=LAYOUT, **changed)
+
+    for size in (0, float("nan"), "5GB"):
+        refused(weights, f"max_shard_size={size!r} must be positive", max_shard_size=size)
+    refused(doubled, "two tensors would be named '0.weight_packed'")
+    assert not names(tmp_path)
+
+
+def test_one_weight_in_memory(weights: dict[str, Any], tmp_path: Path):
+    """Each is fetched to be described and to be written, its tensors together."""
+    del weights["norm"]  # arrays are not copied
+    counted = Failing(weights, None)
+    checkpoint.write(tmp_path / "a", counted, layout=LAYOUT)
+    assert counted.fetched == [*weights, *weights]
+
+
+def test_trees(weights: dict[str, Any], tmp_path: Path):
+    """Each describes its own tensors, codes and scales in one file; together they are the tree."""
+    tree = {"layers": {i: {"kernel": weights[f"{i}.weight"]} for i in range(4)}}
+    tree |= {"norm": weights["norm"]}
+    # A weight is 256 bytes of codes and 16 of scales, which would not fit beside the next one's.
+    checkpoint.save(tmp_path, tree, max_shard_size=540)
+    assert names(tmp_path) == [*(f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)), INDEX]
+    alone = checkpoint.load(tmp_path / "model-00002-of-00004.safetensors")
+    assert [*alone["layers"]] == [1] and "norm" not in alone
+    back = checkpoint.load(tmp_path)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, tree))
+    result = checkpoint.read(tmp_path)
+    assert result.metadata["paths"]["layers/2/kernel"] == ("layers", 2, "kernel")
+    assert {*result.quantized.values()} == {"mx_jax"} and len(result) == 5
+    # A file of somebody else's among them is not passed over.
+    weight = {"a": jnp.ones(2)}
+    checkpoint.write(tmp_path / names(tmp_path)[0], weight, layout=LAYOUT)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(
+        ValueError, match=r"model-00001-of-00004\.safetensors is a safetensors file"
+    ):
+        checkpoint.read(tmp_path)
+
+
+# Killed at each change to its files, twice over; then a save that ends.
+
+
+def several(folder: Path, gone: Sequence[str] = ()) -> None:
+    save(folder, 1)
+    for name in gone:
+        (folder / name).unlink()
+
+
+def others(folder: Path) -> None:
+    """Two files that go by no number."""
+    folder.mkdir()
+    for name, tensors in ("x", "a"), ("y", "bc"):
+        tree = {tensor: generation(1)[tensor] for tensor in tensors}
+        checkpoint.save(folder / f"{name}.safetensors", tree)
+
+
+def whole(folder: Path) -> None:
+    folder.mkdir()
+    checkpoint.save(folder / files.WHOLE, generation(1))
+
+
+LOST = functools.partial(several, gone=[INDEX])
+STOPPED = functools.partial(several, gone=[INDEX, "model-00003-of-00003.safetensors"])
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "most", "held_before"),
+    [
+        (several, 16, 6, {1}),
+        # What has no index is not told from the files of a save that was killed.
+        (LOST, 16, 8, {1}),
+        (STOPPED, 16, 6, {None}),
+        (Path.mkdir, 16, 6, {None}),
+        (several, 32, 5, {1}),
+        (others, 16, 8, {1, None}),
+        (whole, 16, 7, {1}),
+        (whole, None, 1, {1}),
+    ],
+    ids="several lost stopped nothing larger others whole one_file".split(),
+)
+def test_killed_at_each_change(
+    before: Any, size: int | None, most: int, held_before: set[int | None], tmp_path: Path
+):
+    start, folder = tmp_path / "start", tmp_path / "m"
+    before(start)
     (start / "model-notes.txt").write_text("mine")
-    at = 0
-    while True:
+    kept = {"x.safetensors", "y.safetensors"} & {*names(start)}
+
+    def held() -> int | None:
+        try:
+            return loaded(folder)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def begin() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, folder)
-        again = killed(at, act)
-        assert loaded() in ({*before, 2.0} if again else {2.0}), at
-        assert (folder / "model-notes.txt").read_text() == "mine"
-        if not again:
-            break
-        killed(at, act)  # What the first left, the second does not add to.
-        assert loaded() in (*before, 2.0), at
-        assert len(list(folder.glob("*.safetensors"))) <= most, os.listdir(folder)
+
+    def act() -> None:
+        path = folder / files.WHOLE if size is None else folder
+        checkpoint.save(path, generation(2), max_shard_size=size)
+
+    def check(last: str, at: int) -> None:
+        assert held() in (held_before | {2} if last else {2}), last
+        if not last:
+            return
+        # What the first left, the second does not add to.
+        with killed(at):
+            act()
+        assert held() in held_before | {2}, last
+        assert len([*folder.glob("*.safetensors")]) <= most, names(folder)
         act()
-        assert loaded() == 2.0
-        assert not list(folder.glob(".*")), os.listdir(folder)
-        named = files._named(folder) or {files.WHOLE}
-        assert {file.name for file in folder.glob("*.safetensors")} == {*named, *others}
-        at += 1
-    shutil.rmtree(start)
-    print(at)
+        assert held() == 2 and not [*folder.glob(".*")], names(folder)
+        assert (folder / "model-notes.txt").read_text() == "mine"
+        index = folder / INDEX
+        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else ()
+        assert {*names(folder)} - {INDEX, "model-notes.txt"} == ({*named} or {files.WHOLE}) | kept
 
-def several(start, *gone):
-    save(1, start, 16)
-    for name in gone:
-        (start / name).unlink()
-
-def two(start):
-    start.mkdir()
-    for name, part in ("x", "a"), ("y", "bc"):
-        arrays = {each: np.full(4, 1, np.float32) for each in part}
-        checkpoint.save(start / f"{name}.safetensors", arrays)
-
-lost = lambda start: several(start, files.INDEX)
-stopped = lambda start: several(start, files.INDEX, "model-00003-of-00003.safetensors")
-whole = lambda start: start.mkdir() or save(1, one(start))
-act = lambda: save(2, folder, 16)
-# What has no index is not told from the files of a save that was killed.
-check(several, act, 6)
-check(lost, act, 8)
-check(stopped, act, 6, before=(None,))
-check(Path.mkdir, act, 6, before=(None,))
-check(several, lambda: save(2, folder, 32), 5)
-check(two, act, 8, before=(1.0, None), others=["x.safetensors", "y.safetensors"])
-check(whole, act, 7)
-check(whole, lambda: save(2, one(folder)), 1)
-"""
-
-
-def test_killed_at_each_operation(tmp_path: Path):
-    done = run_python("-c", KILLED, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    operations = [int(number) for number in done.stdout.split()]
-    assert len(operations) == 8 and min(operations[:-1]) > 10 and operations[-1] > 2
+    at_each_change(begin, act, check)

@@ -400,7 +400,7 @@ def test_a_folder_is_replaced_whole_or_not(
             shutil.rmtree(left)
         shutil.copytree(before, out)
 
-    def check(last: str) -> None:
+    def check(last: str, _: int) -> None:
         (layout,) = set(checkpoint.read(out).quantized.values())
         config = json.loads((out / "config.json").read_text())
         assert config["quantization_config"]["format"] == layout, last

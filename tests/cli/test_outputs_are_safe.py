@@ -35,7 +35,7 @@ def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path)
         if before:
             checkpoint.save(out, {"before": np.ones(3, np.float32)})
 
-    def check(last: str) -> None:
+    def check(last: str, _: int) -> None:
         result = checkpoint.read(out) if before or not last or out.exists() else None
         assert result is None or result.quantized or (before and last), last
         if last.startswith("after"):

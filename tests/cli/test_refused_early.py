@@ -1,5 +1,7 @@
-"""Words that commands refuse before they read or write, and streams that are closed."""
+"""Words and files that commands refuse before they write, and streams that are closed."""
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -7,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from mx_jax import checkpoint
 from mx_jax.commands import main
 from mx_jax.commands.output import print_table
+from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.cli.conftest import Cli
-from tests.processes import printed, run_python
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, run_python
 
 
 @pytest.fixture
@@ -69,11 +71,7 @@ sys.exit(program._run())
     ("name", "status", "said"), [("SIGINT", 130, "mx_jax: interrupted\n"), ("SIGTERM", 143, "")]
 )
 def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: str):
-    script = STOPPED.format(name=name)
-    words = [sys.executable, "-c", script]
-    result = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    result = run_python("-c", STOPPED.format(name=name))
     assert (result.returncode, result.stderr) == (status, said)
 
 
@@ -95,11 +93,6 @@ raise SystemExit(7)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run_python("-c", start, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (130, "mx_jax: interrupted\n")
-
-
-def test_importing_mx_jax_leaves_ctrl_c_alone():
-    script = "import signal; before = signal.getsignal(signal.SIGINT); import mx_jax"
-    printed("-c", f"{script}; assert signal.getsignal(signal.SIGINT) is before", "mx_jax")
 
 
 def test_a_reader_that_has_gone(file: Path):
@@ -198,3 +191,62 @@ def test_a_table_that_is_wider_than_the_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     print_table(columns, [(name * 5, *row[1:])], left=columns[:2])
     assert f"│ {name * 5} │ float32 │" in capsys.readouterr().out
+
+
+# What a file says of itself is printed as it is, and what no file should say is refused.
+
+
+def bare(path: Path, name: str, shape: tuple[int, ...], nbytes: int) -> Path:
+    """A file of one tensor of zeros."""
+    facts = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}
+    header = json.dumps(facts).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    return path
+
+
+def test_brackets_in_names(tmp_path: Path, cli: Cli):
+    """They are no markup: neither an error, nor a colour, nor gone."""
+    path = bare(tmp_path / "a.safetensors", "[/red][bold]x.weight", (1, 32), 128)
+    for words in (["inspect"], ["quantize", "b", "--format", "mxfp4"]):
+        command, *rest = words
+        more = ["--dry-run"] if command == "quantize" else []
+        assert "[/red][bold]x" in cli(command, path, *rest, *more)[0]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_control_characters_in_names(kind: str, tmp_path: Path, cli: Cli):
+    path = tmp_path / f"a.{kind}"
+    name = "\x1b[2Jx.weight"
+    if kind == "gguf":
+        path.write_bytes(gguf({name: Tensor(0, (4,), bytes(16))}))
+    else:
+        bare(path, name, (1, 1), 4)
+    said = cli.error("inspect", path)
+    assert str(path) in said and r"a tensor is called '\x1b[2Jx.weight'" in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("command", ["inspect", "quantize", "dequantize"])
+@pytest.mark.parametrize("shape", [(2**62, 0), (1,) * 65])
+def test_a_shape_that_no_array_has(command: str, shape: tuple[int, ...], tmp_path: Path, cli: Cli):
+    path = bare(tmp_path / "a.safetensors", "a.weight", shape, 4 * math.prod(shape))
+    more = [] if command == "inspect" else [str(tmp_path / "b.safetensors")]
+    more += ["--format", "mxfp4"] if command == "quantize" else []
+    said = cli.error(command, path, *more)
+    assert f"{path}: a.weight has shape={shape}, which is damaged" in said
+
+
+def test_values_that_are_not_finite_are_counted(tmp_path: Path, cli: Cli):
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    weight = np.ones((4, 64), np.float32)
+    tensors = {"good.weight": weight.copy(), "bad.weight": weight}
+    weight[1, 40], weight[3, 0] = np.nan, np.inf
+    safetensors.numpy.save_file(tensors, path)
+    _, said = cli("quantize", path, out, "--format", "mxfp4")
+    assert f"{path}: 1 tensors hold NaN or infinite values, which makes whole blocks NaN: " in said
+    assert "2 of bad.weight" in said
+    others = tmp_path / "c.safetensors"
+    words = ("quantize", path, others, "--format", "mxfp4", "--to", "compressed-tensors")
+    said = cli.error(*words)
+    assert f"{path}: bad.weight holds NaN or infinite values, which makes 2 blocks NaN" in said
+    assert not others.exists() and list(tmp_path.glob(".c*")) == []

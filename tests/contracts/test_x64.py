@@ -1,4 +1,7 @@
-"""`jax_enable_x64` changes nothing: the same bits from float32 inputs, and no 64-bit arrays."""
+"""`jax_enable_x64` changes nothing: the same bits from float32 inputs, and no 64-bit arrays.
+
+The library promotes no dtype and no rank silently either, so users may forbid JAX to.
+"""
 
 import re
 from typing import Any
@@ -31,11 +34,6 @@ def wide_arrays(function: Any, *operands: np.ndarray) -> list[str]:
         return sorted(
             set(re.findall(r"\b[fiu]64\[[0-9,]+\]", str(jax.make_jaxpr(function)(*operands))))
         )
-
-
-def test_x64_is_on():
-    with jax.enable_x64(True):
-        assert jnp.ones(1).dtype == jnp.float64
 
 
 def cast(format: str) -> Any:
@@ -122,3 +120,23 @@ def test_float64_is_refused():
             mx_jax.quantize(x, "mxfp4")
         with pytest.raises(TypeError, match=f"lhs must be {wanted}"):
             mx_jax.matmul(x, W, recipe=recipes.mxfp8())
+
+
+@pytest.fixture
+def strict():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def test_strictness_is_on(strict: None):
+    with pytest.raises(ValueError, match="dtype promotion"):
+        _ = jnp.ones(2, jnp.bfloat16) + jnp.ones(2)
+    with pytest.raises(ValueError, match="rank"):
+        _ = jnp.ones((2, 2)) + jnp.ones(2)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_is_promoted(name: str, strict: None):
+    """While it is traced, and while calls are lowered."""
+    run, *operands = PROGRAMS[name]
+    jax.jit(run).lower(*(jnp.asarray(x, jnp.bfloat16) for x in operands))

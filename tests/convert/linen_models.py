@@ -89,23 +89,6 @@ class RematMethod(nn.Module):
         return nn.Dense(5)(self.block(x))
 
 
-class Recurrent(nn.Module):
-    """A cell that scans itself over time."""
-
-    @nn.compact
-    def __call__(self, x):
-        class Cell(nn.Module):
-            @nn.compact
-            def __call__(self, carry, x):
-                carry = nn.tanh(nn.Dense(6, name="i")(x) + nn.Dense(6, name="h")(carry))
-                return carry, carry
-
-        cell = nn.scan(
-            Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
-        )
-        return cell(name="cell")(jnp.zeros((x.shape[0], 6)), x)[1]
-
-
 class Repeated(nn.Module):
     """One class twice, which nn.jit compiles once for both."""
 
@@ -122,7 +105,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "scan of remat": (Scanned, 1),
     "vmap": (Ensemble, 1),
     "remat method, module as attribute": (lambda: RematMethod(Block()), 2),
-    "recurrent": (Recurrent, 2),
     "lifted class": (lambda: nn.remat(Block)(), 1),
 }
 

@@ -39,13 +39,6 @@ class TestRule:
     def test_patterns_match_whole_paths(self, pattern: str, path: str, matches: bool):
         assert (decide((Rule(pattern, MXFP8),), dense(path)).recipe is MXFP8) == matches
 
-    def test_first_match_wins(self):
-        rules = (Rule("a/.*", None), Rule(".*/b", MXFP4), Rule(".*", MXFP8))
-        decisions = [decide(rules, dense(path)) for path in ("a/b", "c/b", "c/d")]
-        assert [decision.rule for decision in decisions] == [0, 1, 2]
-        assert [decision.recipe for decision in decisions] == [None, MXFP4, MXFP8]
-        assert decisions[0].reason == "kept by its rule"
-
     def test_types(self):
         rules = (Rule(".*", MXFP4, types=[nn.Einsum, nn.Conv]), Rule(".*", MXFP8, types=nn.Module))
         assert decide(rules, dense("a")).rule == 1

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import jax
-import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -49,6 +47,12 @@ def example() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture
+def integration() -> Callable[[str], ModuleType]:
+    """Imports an example of another library by its name."""
+    return functools.partial(imported, EXAMPLES / "integrations")
+
+
+@pytest.fixture
 def train_lm(example):
     return example("train_lm")
 
@@ -80,28 +84,3 @@ def results(tmp_path):
 def at_step(example, monkeypatch):
     """Lets something happen during the n-th optimizer step from now."""
     return functools.partial(disturb, monkeypatch, example("lm.training"))
-
-
-@pytest.fixture
-def measured(results):
-    """What the runs of a folder measured, without the times."""
-    times = ("seconds", "step_seconds", "timed_steps", "tokens_per_second")
-
-    def read(out: str = "out") -> list[dict]:
-        runs = results(out)["runs"]
-        return [{key: value for key, value in run.items() if key not in times} for run in runs]
-
-    return read
-
-
-@pytest.fixture
-def final_state(example, tmp_path):
-    """Parameters and optimizer of a finished run, as a flat list of arrays."""
-
-    def restore(out: str, name: str) -> list[np.ndarray]:
-        with example("lm.storage").Checkpoints(tmp_path / out / "checkpoints" / name) as stored:
-            state, run = stored.restore(None)
-        assert run.step == STEPS
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-    return restore

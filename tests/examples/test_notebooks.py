@@ -1,10 +1,10 @@
-"""Notebooks run from the first cell to the last, and show what is committed."""
+"""Notebooks run from the first cell to the last, and show what is committed; scripts run too."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import pytest
 
 from tests.contracts.test_docs import broken_links
 from tests.examples import notebooks
+from tests.processes import ROOT, printed
 
-pytest.importorskip("sklearn")
-ROOT = Path(__file__).parents[2]
+for package in ("optax", "sklearn", "tqdm"):
+    pytest.importorskip(package)
 
 
 @pytest.mark.slow
@@ -72,3 +73,16 @@ def test_the_install_cell(plugins: tuple[str, ...], monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir("/")
     with pytest.raises(AssertionError, match="no clone of mx_jax in /"):
         exec(source, {})
+
+
+# A script: FSDP on virtual devices.
+
+
+@pytest.mark.slow
+def test_codes_travel_and_the_loss_falls():
+    text = printed("examples/train_sharded.py", *"--processes 2 --steps 6 --recipe mxfp4".split())
+    whole, share = map(float, re.findall(r"\(([\d.]+) of plain JAX's\)", text))
+    assert whole == 1 and share <= 0.4
+    assert re.search(r"mxfp4 .* as u8", text) and not re.search(r"float32 .* as u8", text)
+    before, after = map(float, re.findall(r"step +\d+  loss ([\d.]+)", text))
+    assert after < before - 0.2

@@ -1,5 +1,7 @@
 """The rule of `least_error.py` everywhere that a rule goes; nothing of mx_jax knows of it.
 
+In products beside the format of `fp5.py`.
+
 Places to touch: one, its function in that file (before: 8 to 9, for a rule of the library's own).
 """
 
@@ -11,10 +13,16 @@ import pytest
 
 import mx_jax
 from mx_jax.formats import MXFP4, MXFP4_2D, BlockFormat
+from mx_jax.recipes import operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import MXFP5
 from tests.extending.least_error import LEAST_ERROR
-from tests.extending.test_products import multiples
+from tests.recipes.uniform import uniform
+
+
+def multiples(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Multiples of 1/4 up to 16: float32 adds them up without rounding, and their squares."""
+    return (rng.integers(-64, 65, shape) / 4).astype(np.float32)
 
 
 def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction | int:
@@ -70,3 +78,27 @@ def test_everywhere_a_rule_goes(rng: np.random.Generator):
     assert_bitwise_equal(cast(x).scales, rows.scales)
     square = mx_jax.quantize(x, MXFP4_2D, scale_rule=LEAST_ERROR)
     assert np.asarray(square.scales).tolist() == [[byte(x, MXFP4)]]
+
+
+# A format, and the name or value of a rule.
+ADDED = {"format": (MXFP5, "even"), "rule": (MXFP4, LEAST_ERROR)}
+
+
+@pytest.mark.parametrize("added", ADDED)
+def test_products_and_their_gradients(added: str, rng: np.random.Generator):
+    format, rule = ADDED[added]
+    recipe = uniform(operand(format, scale_rule=rule))
+    name = getattr(rule, "name", rule)
+    assert f"{format.name} ({name}, nearest)" in str(recipe)
+    # Square and outside jit: every cast along an axis is compiled once.
+    x, w, g = (multiples(rng, (32, 32)) for _ in range(3))
+
+    def values(array: np.ndarray, axis: int) -> np.ndarray:
+        q = mx_jax.quantize(array, format, axis=axis, scale_rule=rule)
+        return np.asarray(q.dequantize(), np.float64)
+
+    product, backward = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
+    dx, dw = backward(g)
+    np.testing.assert_array_equal(product, values(x, 1) @ values(w, 0))
+    np.testing.assert_array_equal(dx, values(g, 1) @ values(w, 1).T)
+    np.testing.assert_array_equal(dw, values(x, 0).T @ values(g, 0))

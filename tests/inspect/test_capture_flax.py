@@ -93,12 +93,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    reverse: bool = False
-
     @nn.compact
     def __call__(self, x):
         options: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        layers = nn.scan(nn.remat(Block), length=3, reverse=self.reverse, **options)
+        layers = nn.scan(nn.remat(Block), length=3, **options)
         return layers(name="layers")(x, None)[0]
 
 
@@ -113,38 +111,12 @@ def by_index(path: str) -> dict[str, float]:
     return {f"{path}[{number}]#0": number + 1.0 for number in range(3)}
 
 
-@pytest.mark.parametrize(
-    "reverse", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["on", "back"]
-)
-def test_nn_scan(reverse):
-    model = convert.linen(Model(reverse), RULE)
+def test_nn_scan():
+    model = convert.linen(Model(), RULE)
     variables = {"params": {"layers": {"up": {"kernel": WEIGHTS}}}}
     records = captured(jax.grad(lambda v: jnp.sum(model.apply(v, X))), variables, stats="amax")
     for product in ("output", "grad_input"):
         assert weights_by_index(records, product) == by_index("Model/layers/up")
-
-
-class Layer(nnx.Module):
-    def __init__(self):
-        self.up = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return nnx.tanh(self.up(x))
-
-
-def test_nnx_scan():
-    layer = Layer()
-    layer.up.kernel[...] = jnp.zeros((64, 64))
-    graph, _ = nnx.split(convert.nnx(layer, RULE))
-    stacked = nnx.state(layer)
-    stacked["up"]["kernel"] = nnx.Param(jnp.asarray(WEIGHTS))
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def run(layer, x):
-        return layer(x)
-
-    records = captured(lambda each: run(nnx.merge(graph, each), X), stacked, stats="amax")
-    assert weights_by_index(records, "output") == by_index("up")
 
 
 def stack(x, weights):
@@ -161,14 +133,6 @@ def test_a_converted_function():
     for product in ("output", "grad_input"):
         assert weights_by_index(records, product) == by_index("block")
     assert "iota" not in str(jax.make_jaxpr(converted)(X, WEIGHTS))
-
-
-def test_a_jitted_function_in_a_scan_of_a_converted_function():
-    def run(x, weights):
-        return lax.scan(lambda c, w: (jax.jit(jnp.matmul)(c, w), None), x, weights)[0]
-
-    records = captured(convert.function(run, RULE), X, WEIGHTS, stats="amax")
-    assert [record.index for record in of(records, "weight")] == [(0,), (1,), (2,)]
 
 
 @pytest.mark.parametrize("way", ["of its jit", "in its jit", "plain"])

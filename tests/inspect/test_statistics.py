@@ -22,7 +22,6 @@ from mx_jax.reference import statistics
 from tests.inspect.kit import W, X, both, captured, of, same_numbers
 from tests.quick import quick
 
-RNG = np.random.default_rng(0)
 EVERYTHING = ("arrays", *inspect.STATISTICS)
 RECIPES = [
     recipes.mxfp4(),

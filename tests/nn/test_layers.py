@@ -191,24 +191,6 @@ def test_copies_and_equality(layer: Any):
     assert original != layer(3, recipe=recipes.mxfp8())
 
 
-@pytest.mark.parametrize("case", [DENSE, EINSUM], ids=["dense", "einsum"])
-def test_linen_draws_from_the_quantize_stream(case: Case):
-    layer, x = Linen().build(case, stochastic()), case.drawn()
-    variables = {"params": tame(Linen(), case)}
-    flax = jax.eval_shape(Linen().build(case).init, KEY, x)
-    assert jax.eval_shape(layer.init, KEY, x) == flax
-    apply = quick(lambda key: layer.apply(variables, x, rngs={"quantize": key}))
-    first, again, other = (apply(jax.random.key(seed)) for seed in (0, 0, 1))
-    assert_bitwise_equal(first, again)
-    assert not np.array_equal(first, other)
-    message = (
-        f"{case.linen[0]}: recipe 'stochastic' draws random bits and needs the 'quantize' stream; "
-        "call apply(..., rngs={'quantize': key})"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layer.apply(variables, x)
-
-
 def test_einsum_subscripts():
     """Given to the constructor or to the call; those that are no product of two are refused."""
     x = np.ones((2, 40), np.float32)

@@ -56,25 +56,12 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def run_linen(model: Any, params: Any) -> tuple[Any, Runs]:
-    return {"params": params}, model.apply
-
-
-def run_nnx(model: Any, params: Any) -> tuple[Any, Runs]:
-    for name, value in params.items():
-        getattr(model, name).set_value(value)
-    graph, state = flax_nnx.split(model)
-    return state, lambda state, x: flax_nnx.merge(graph, state)(x)
-
-
-# From a case and its parameters to what jit is given and a function of that.
-WAYS: dict[str, Callable[[Case, Any], tuple[Any, Runs]]] = {
-    "linen": lambda case, params: run_linen(Linen().build(case, RECIPE), params),
-    "nnx": lambda case, params: run_nnx(Nnx().build(case, RECIPE), params),
-    "convert.linen": lambda case, params: run_linen(
-        convert.linen(Linen().build(case), RULE), params
-    ),
-    "convert.nnx": lambda case, params: run_nnx(convert.nnx(Nnx().build(case), RULE), params),
+# From a case to a function of parameters and input.
+WAYS: dict[str, Callable[[Case], Runs]] = {
+    "linen": lambda case: Linen().run(Linen().build(case, RECIPE)),
+    "nnx": lambda case: Nnx().run(Nnx().build(case, RECIPE)),
+    "convert.linen": lambda case: Linen().run(convert.linen(Linen().build(case), RULE)),
+    "convert.nnx": lambda case: Nnx().run(convert.nnx(Nnx().build(case), RULE)),
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -89,12 +76,11 @@ def num_calls(run: Runs, *args: Any, target: str = products.PACKED_MATMUL) -> in
 @cases
 def test_the_product_reads_what_is_stored(case: Case, way: Any):
     """One call of the packed product; of an MXArray, one of the product, on its own codes."""
-    params, x = params_of(case), draw(*case.x, seed=2)
-    stored, run = way(case, params)
-    assert num_calls(run, stored, x, target=products.MATMUL) == 1
+    params, x, run = params_of(case), draw(*case.x, seed=2), way(case)
+    assert num_calls(run, params, x, target=products.MATMUL) == 1
     expected = case.multiply(x, params, RECIPE)
-    assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="MXArray")
-    packed, run = way(case, params | {"kernel": pack(case, params["kernel"])})
+    assert_bitwise_equal(jax.jit(run)(params, x), expected, what="MXArray")
+    packed = params | {"kernel": pack(case, params["kernel"])}
     assert num_calls(run, packed, x) == 1
     assert num_calls(run, packed, x, target=products.MATMUL) == 0
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
@@ -126,7 +112,7 @@ class Block(flax_nn.Module):
 
 
 def linen_stack(remat: bool, params: Any) -> tuple[Any, Runs]:
-    return run_linen(Stack(remat), {"stack": {"layer": params}})
+    return {"stack": {"layer": params}}, Linen().run(Stack(remat))
 
 
 def nnx_stack(converts: bool, params: Any) -> tuple[Any, Runs]:
@@ -135,8 +121,9 @@ def nnx_stack(converts: bool, params: Any) -> tuple[Any, Runs]:
     model = flax_nnx.vmap(lambda rngs: make(64, 64, rngs=rngs))(flax_nnx.Rngs(0).split(NUM_LAYERS))
     if converts:
         model = convert.nnx(model, RULE)
-    graph, _ = flax_nnx.split(model)
-    state, _ = run_nnx(model, params)
+    for name, value in params.items():
+        getattr(model, name).set_value(value)
+    graph, state = flax_nnx.split(model)
 
     @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
     def run(layer, x):
@@ -186,10 +173,10 @@ def test_blocks_along_another_axis(way: str, packed: bool):
     kernel: Any = mx_jax.quantize(draw(*case.kernel), STORED, axis=1)
     if packed:
         kernel = mx_jax.pack_weights(kernel)
-    stored, run = WAYS[way](case, params_of(case) | {"kernel": kernel})
+    stored = params_of(case) | {"kernel": kernel}
     complaint = r"contracted along axis=0, but this .*blocks along axis=1; quantize it with axis=0"
     with pytest.raises(ValueError, match=complaint) as caught:
-        jax.eval_shape(run, stored, draw(*case.x))
+        jax.eval_shape(WAYS[way](case), stored, draw(*case.x))
     assert LAYERS[way] in caught.value.__notes__
 
 
@@ -198,10 +185,10 @@ def test_a_recipe_that_transforms():
     case, transform = CASES["dense"], Hadamard(size=32, signs=(1,) * 32)
     output = dataclasses.replace(recipes.mxfp4().output, transform=transform)
     recipe = recipes.mxfp4().with_(output=output)
-    stored, run = run_linen(Linen().build(case, recipe), params_of(case))
+    run = Linen().run(Linen().build(case, recipe))
     complaint = "the recipe transforms its operands.*pass dequantize.., or a recipe without trans"
     with pytest.raises(ValueError, match=complaint):
-        jax.eval_shape(run, stored, draw(*case.x))
+        jax.eval_shape(run, params_of(case), draw(*case.x))
 
 
 @needs_library
@@ -211,10 +198,10 @@ def test_linen_wants_the_declared_shape(case: Case, way: str):
     params = params_of(case)
     other = mx_jax.quantize(draw(*case.kernel, 32), STORED)
     for kernel in (other, mx_jax.pack_weights(other)):
-        stored, run = WAYS[way](case, params | {"kernel": kernel})
+        stored = params | {"kernel": kernel}
         shapes = f"shape {case.kernel}, but .* has shape {other.shape}".translate(ESCAPE)
         with pytest.raises(flax_errors.ScopeParamShapeError, match=shapes):
-            jax.eval_shape(run, stored, draw(*case.x))
+            jax.eval_shape(WAYS[way](case), stored, draw(*case.x))
 
 
 @needs_library
@@ -229,14 +216,14 @@ def test_a_layout_for_other_products(way: Any):
         nnx=("Einsum", "tbk,kbn->tbn", (64, 2, 24)),
         options={"linen": {"use_bias": False}},
     )
-    stored, run = way(case, {"kernel": packed})
+    run = way(case)
     complaint = (
         r"laid out for contracting=\(0,\), num_batch=0, .*product has contracting=\(0,\), "
         r"batch=\(1,\); pack the MXArray with pack_weights\(..., contracting=\(0,\), num_batch=1\)"
     )
     x = draw(3, 2, 64)
     with pytest.warns(UserWarning, match=complaint):
-        product = jax.jit(run)(stored, x)
+        product = jax.jit(run)({"kernel": packed}, x)
     assert_bitwise_equal(product, mx_jax.einsum("tbk,kbn->tbn", x, once, recipe=RECIPE))
 
 
@@ -248,9 +235,9 @@ def test_unconverted_nnx_warns():
     """Flax's own promote_dtype asks for an array: right, slow, and said."""
     case = CASES["dense"]
     params, x = params_of(case), draw(*case.x)
-    stored, run = run_nnx(Nnx().build(case), params | {"kernel": pack(case, params["kernel"])})
+    packed = params | {"kernel": pack(case, params["kernel"])}
     with pytest.warns(UserWarning, match="is unpacked and dequantized, which is slow: only mx_jax"):
-        actual = jax.jit(run)(stored, x)
+        actual = jax.jit(Nnx().run(Nnx().build(case)))(packed, x)
     expected = x @ params["kernel"].dequantize() + params["bias"]
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
@@ -294,7 +281,7 @@ def test_a_module_of_the_user(in_setup: bool):
     """It inherits from StoredParams, or is a part of a converted model."""
     case, x = CASES["dense"], draw(3, 64)
     kernel = case.stored(draw(64, 24), STORED)
-    stored, run = run_linen(CustomStored(in_setup), {"kernel": pack(case, kernel)})
+    run, stored = Linen().run(CustomStored(in_setup)), {"kernel": pack(case, kernel)}
     assert num_calls(run, stored, x) == 1
     assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
     mixed = convert.linen(Mixed(in_setup), RULE)
@@ -302,8 +289,7 @@ def test_a_module_of_the_user(in_setup: bool):
         **quick(mixed.init)(jax.random.key(0), x)["params"],
         "custom": {"kernel": pack(case, kernel)},
     }
-    stored, run = run_linen(mixed, params)
-    assert num_calls(run, stored, x) == 1
+    assert num_calls(Linen().run(mixed), params, x) == 1
 
 
 @needs_library
@@ -312,8 +298,8 @@ def test_a_layer_that_no_rule_converts(layer: str):
     """In a converted linen model it multiplies by what is stored, in high precision otherwise."""
     case = CASES[layer]
     model = convert.linen(Linen().build(case), convert.Rule(".*", None))
-    params, x = params_of(case), draw(*case.x)
-    stored, run = run_linen(model, params | {"kernel": pack(case, params["kernel"])})
+    params, x, run = params_of(case), draw(*case.x), Linen().run(model)
+    stored = params | {"kernel": pack(case, params["kernel"])}
     assert num_calls(run, stored, x) == 1
     expected = case.multiply(x, params, recipes.high_precision())
     assert_bitwise_equal(jax.jit(run)(stored, x), expected)
@@ -327,7 +313,7 @@ def test_a_boxed_kernel():
     init = flax_nn.with_partitioning(flax_nn.initializers.lecun_normal(), (None, "model"))
     model = linen.Dense(24, recipe=RECIPE, kernel_init=init)
     boxed = flax_nn.Partitioned(pack(case, params["kernel"]), names=(None, "model"))
-    stored, run = run_linen(model, params | {"kernel": boxed})
+    run, stored = Linen().run(model), params | {"kernel": boxed}
     assert num_calls(run, stored, x) == 1
-    stored, plain = run_linen(linen.Dense(24, recipe=RECIPE), params)
-    assert_bitwise_equal(jax.jit(run)(stored, x), jax.jit(plain)(stored, x))
+    plain = Linen().run(linen.Dense(24, recipe=RECIPE))
+    assert_bitwise_equal(jax.jit(run)(stored, x), jax.jit(plain)(params, x))

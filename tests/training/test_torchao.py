@@ -1,4 +1,4 @@
-"""torchao's float8 linear layer and its config, on CPU, beside ours."""
+"""torchao's layers for float8, MXFP8 and quantization-aware training, on CPU, beside ours."""
 
 import dataclasses
 import itertools
@@ -63,6 +63,12 @@ def run_torchao(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Their
     return Theirs(values, *arrays, casts)
 
 
+def bound_of(left: Any, right: Any, length: int, values: float) -> np.ndarray:
+    """Of the difference of two sums in float32; casts make values as much larger at most."""
+    left, right = (np.abs(np.asarray(side, np.float32)) for side in (left, right))
+    return 2 * (length + 4) * 2.0**-24 * values * (left @ right)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_linear_layer_is_torchaos(name, dtype, monkeypatch):
@@ -105,8 +111,7 @@ def test_a_linear_layer_is_torchaos(name, dtype, monkeypatch):
         (grad_input, theirs.grad_input, (g, w, N)),
         (grad_weight.T, theirs.grad_weight, (g.T, x, M)),
     ):
-        left, right = (np.abs(np.asarray(side, np.float32)) for side in (left, right))
-        bound = 2 * (length + 4) * 2.0**-24 * 1.2 * (left @ right)
+        bound = bound_of(left, right, length, 1.2)
         if dtype == "bfloat16":
             bound = bound + 2.0**-8 * np.abs(expected)
         difference = np.abs(np.asarray(ours, np.float32) - expected)
@@ -152,6 +157,34 @@ def test_the_mxfp8_training_layer_has_our_bits(rule: str, high_weight: bool):
         np.testing.assert_array_equal(
             np.asarray(actual, np.float32), tensor.detach().float().numpy()
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"), [("float4_e2m1fn_x2", "mxfp4"), ("float8_e4m3fn", "mxfp8_e4m3")]
+)
+def test_qat_is_torchaos(dtype: str, format: str):
+    """With its default rule; either side is as near the exact product of the same values."""
+    torch = pytest.importorskip("torch")
+    mx: Any = pytest.importorskip("torchao.prototype.qat.mx")
+    rng, k, n = np.random.default_rng(0), 96, 64
+    x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((M, k), (n, k), (M, n)))
+    config = mx.MXFakeQuantizeConfig(dtype=getattr(torch, dtype))
+    layer = mx.MXFakeQuantizedLinear(k, n, activation_config=config, weight_config=config)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(w))
+    rows = torch.tensor(x).requires_grad_()
+    theirs = layer(rows)
+    theirs.backward(torch.tensor(g))
+    recipe = mx_jax.recipes.qat(format)
+    output, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w.T)
+    grad_input, grad_weight = pullback(jnp.asarray(g))
+    for actual, tensor, operands in (
+        (output, theirs, (x, w.T, k)),
+        (grad_input, rows.grad, (g, w, n)),
+        (grad_weight.T, layer.weight.grad, (g.T, x, M)),
+    ):
+        difference = np.abs(np.asarray(actual) - tensor.detach().numpy())
+        assert np.all(difference <= bound_of(*operands, 2))
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
