@@ -173,10 +173,9 @@ def shape_in_product(axes: Axes | None, kernel: tuple[int, ...]) -> Shape:
 
 
 def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
-    shape = shape_in_product(_kernel_axes(params["dimension_numbers"], rhs.ndim), rhs.shape)
-    unfit = _unfit((lhs.dtype, rhs.dtype), params)
-    obstacle = unfit if shape else "contracts no axis"
     axes = _kernel_axes(params["dimension_numbers"], rhs.ndim)
+    shape = shape_in_product(axes, rhs.shape)
+    obstacle = _unfit((lhs.dtype, rhs.dtype), params) if shape else "contracts no axis"
     return {"kernel": tuple(rhs.shape), "shape": shape, "obstacle": obstacle, "axes": axes}
 
 

@@ -104,17 +104,6 @@ def test_squared_error():
     np.testing.assert_allclose(lost, np.square(values - x).sum(1, keepdims=True), rtol=1e-6)
 
 
-def test_what_is_important_counts_more():
-    """Two values whose errors under a scale of one are 1/2 and 1/4."""
-    x = np.array([[2.5, 0.75]], F)
-    data = BlockData(jnp.asarray(x), (1,), x[:, :1].view(np.int32), MXFP4, None)
-    scales = np.array([[127]], np.uint8)
-    lose = jax.jit(lambda importance: functions.squared_error(data, scales, importance))
-    for first, second in ((1, 1), (4, 16)):
-        lost = lose(np.array([[first, second]], F))
-        assert lost == first * 0.5**2 + second * 0.25**2
-
-
 def test_even_is_overflow_aware_scaling_for_e2m1():
     """Of arXiv 2603.08713: RCEIL's scale, halved where the largest value is below 3.5 over it."""
     # Every sign of a threshold: mantissas around the multiples of 1/16, in three octaves.
