@@ -221,8 +221,8 @@ def rows(measured: Sequence[Measured], device: str) -> list[str]:
             version = "{}.{}".format(*jax.__version_info__)
             facts = (f'"{KERNEL}", "{device}", "{version}"', what.pair.rhs.name.upper(), elements)
             date = datetime.date.today().isoformat()
-            end = f'{(what.m, what.m)}, {ratio:.2g}, "{date}"'
-            lines.append(f"Row({', '.join(facts)}, {end}),")
+            row = f'Row({", ".join(facts)}, {ratio:.2g}, "{date}"),'
+            lines.append(f"{row}  # {what.m} rows")
     return lines
 
 
