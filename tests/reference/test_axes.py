@@ -74,7 +74,7 @@ def test_cotangents(side: Side):
         (lhs_axes, lhs), (rhs_axes, rhs) = map(operand, (M, N), k_firsts)
         axes = ProductAxes(lhs_axes, rhs_axes)
         g = np.random.default_rng(7).integers(-9, 9, (*BATCH, *M, *N))
-        of, g_is_left = axes.cotangent(side)
+        of, g_is_left = axes.gradient_axes(side)
         target, other = (lhs, rhs) if side == "lhs" else (rhs, lhs)
         bar = dot_general(g, other, of) if g_is_left else dot_general(other, g, of)
         assert bar.shape == target.shape
