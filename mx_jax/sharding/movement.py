@@ -84,18 +84,15 @@ class Movement:
             for length, part in zip(shape, self.stored, strict=True)
         )
 
-    def keeps_blocks(self, shape: tuple[int, ...], blocks: Blocks) -> bool:
-        """Whether no block has a part on one device and a part on another."""
-        shard = self.shard(shape)
-        for axis, size in blocks:
-            if not self.stored[axis]:
-                continue
-            whole = not isinstance(size, int)
-            if whole and set(self.stored[axis]) & set(self.manual):
-                return False
-            if not whole and shard[axis] % size:
-                return False
-        return True
+    def cut_axes(self, shape: tuple[int, ...], blocks: Blocks) -> list[int]:
+        """The axes along which a block has a part on one device and a part on another."""
+        shard, manual = self.shard(shape), set(self.manual)
+        return [
+            axis
+            for axis, size in blocks
+            if self.stored[axis]
+            and (shard[axis] % size if isinstance(size, int) else manual & set(self.stored[axis]))
+        ]
 
     def move(self, x: jax.Array) -> jax.Array:
         """An array with the operand's axes, gathered; axes of length one are whole already."""
@@ -104,13 +101,11 @@ class Movement:
         if stored == used:
             return x
         mesh = jax.sharding.get_abstract_mesh()
-        pairs = list(zip(x.shape, stored, used, strict=True))
-        counts = (math.prod(mesh.shape[name] for name in part) for part in stored)
-        if all(part[: len(kept)] == kept for _, part, kept in pairs) and not any(
-            length % count for (length, *_), count in zip(pairs, counts, strict=True)
-        ):
+        counts = [math.prod(mesh.shape[name] for name in part) for part in stored]
+        is_even = not any(length % count for length, count in zip(x.shape, counts, strict=True))
+        if is_even and (gathered := gathered_parts(stored, used)):
             # XLA makes one of two equal ones, in both passes, and does not of constraints.
-            return _gathering(mesh, stored, used)(x)
+            return _gathering(mesh, stored, used, gathered)(x)
         # Said twice, or XLA might gather what x was made of.
         x = lax.with_sharding_constraint(x, spec_of(stored))
         return lax.with_sharding_constraint(x, spec_of(used))
@@ -161,15 +156,28 @@ def all_gather(x: jax.Array, parts: Sequence[Part]) -> jax.Array:
     return x
 
 
+def gathered_parts(stored: tuple[Part, ...], used: tuple[Part, ...]) -> tuple[Part, ...] | None:
+    """The mesh axes along which gathers alone bring an array to where it is used; None where there
+    is nothing to gather, or more to do."""
+    pairs = list(zip(stored, used, strict=True))
+    if any(part[: len(kept)] != kept for part, kept in pairs if part):
+        return None
+    moved = tuple(part[len(kept) :] for part, kept in pairs)
+    names, kept = ({name for part in parts for name in part} for parts in (moved, used))
+    return moved if names and not names & kept else None
+
+
 @functools.lru_cache(maxsize=4096)
 def _gathering(
-    mesh: AbstractMesh, stored: tuple[Part, ...], used: tuple[Part, ...]
+    mesh: AbstractMesh,
+    stored: tuple[Part, ...],
+    used: tuple[Part, ...],
+    gathered: tuple[Part, ...],
 ) -> Callable[..., jax.Array]:
-    """A function that gathers an array of automatic axes along those that are not in `used`."""
+    """A function that gathers an array of automatic axes."""
     names = {name for part in stored for name in part}
-    moved = [part[len(kept) :] for part, kept in zip(stored, used, strict=True)]
     specs: Any = dict(in_specs=spec_of(stored), out_specs=spec_of(used), axis_names=names)
-    run = functools.partial(all_gather, parts=moved)
+    run = functools.partial(all_gather, parts=gathered)
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
 
 
