@@ -24,7 +24,7 @@ from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.rounding import ROUNDINGS
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.quantize import find_tensor_scale
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.sharding import movement
@@ -76,9 +76,9 @@ def multiply(
     compute: Compute, call: MatmulCall, lhs: calls.AnyOperand, rhs: calls.AnyOperand
 ) -> jax.Array:
     """A product that the compiler splits between devices."""
-    if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
+    if isinstance(rhs, PackedMXArray):
         call, rhs = calls.unpacked_for(call, rhs)
-    leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
+    leaves, tree = jax.tree.flatten((lhs, rhs))
     (product,) = SplitProduct(compute, call, tree)(*leaves)
     return product
 
@@ -92,9 +92,6 @@ class SplitProduct(Split):
         arrays: list[ArrayAxes] = []
         operands = jax.tree.unflatten(self.tree, structs)
         for factors, x in zip(of_operands, operands, strict=True):
-            if isinstance(x, PackedMXArray):
-                arrays += _packed_axes(x)
-                continue
             blocks: list[int | None] = [1] * len(factors)
             for axis, size in x.blocks if isinstance(x, MXArray) else ():
                 # One scale is that of all parts.
@@ -154,7 +151,6 @@ class SplitProduct(Split):
 
         def multiply(*leaves: jax.Array) -> jax.Array:
             lhs, rhs = jax.tree.unflatten(self.tree, leaves)
-            rhs = rhs.local() if isinstance(rhs, PackedMXArray) else rhs
             types = {
                 "lhs": OperandType.of(lhs, whole.lhs.axes),
                 "rhs": OperandType.of(rhs, whole.rhs.axes),
@@ -168,22 +164,6 @@ class SplitProduct(Split):
         if summed:
             product = lax.psum(product, summed)
         return [product.astype(whole.out_dtype)]
-
-
-def _packed_axes(packed: PackedMXArray) -> list[ArrayAxes]:
-    """What the arrays of packed weights count: whole tiles of kept rows, and parts of k."""
-    assert packed.layout.cut is not None, packed
-    cut, inner = packed.layout.cut(packed), math.prod(packed.kept[1:])
-    # Entries of the first kept axis in whole tiles.
-    entries = cut.rows // math.gcd(cut.rows, inner)
-    named: dict[Any, FactorAxis] = {
-        axis: FactorAxis(f"b{axis}") for axis in range(len(packed.batch))
-    }
-    named["k"] = FactorAxis("k0", packed.k[0] // cut.parts)
-    named["n"] = FactorAxis("n0", entries, entries * inner // cut.rows)
-    if packed.kept[0] % entries:
-        named["n"] = FactorAxis("n0", packed.kept[0], -(-packed.kept[0] * inner // cut.rows))
-    return [tuple(named.get(count) for count in counts) for counts in cut.arrays]
 
 
 # Casts --------------------------------------------------------------------------------------------

@@ -41,9 +41,9 @@ from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 
 def stored(operand: AnyOperand) -> tuple[Part, ...]:
-    """Where an operand's type says that it lies; packed weights by their first array."""
+    """Where an operand's type says that it lies; packed weights lie whole."""
     if isinstance(operand, PackedMXArray):
-        return parts_of(PartitionSpec(*operand.partitions()), operand.ndim)
+        return ((),) * operand.ndim
     sharding = explicit_sharding(operand.codes if isinstance(operand, MXArray) else operand)
     return ((),) * operand.ndim if sharding is None else parts_of(sharding, operand.ndim)
 
@@ -57,15 +57,14 @@ def product_spec(
 ) -> PartitionSpec:
     """Where `jax.lax.dot_general` would have a product lie, by what types say of its operands.
 
-    Sums of packed weights that are cut along what is contracted lie on all of its devices, and so
-    do those of transformed operands, whose groups may end on another device.
+    Sums of transformed operands, whose groups may end on another device, lie on all of its devices.
 
     Raises:
       Exception: of JAX, as its own product does: an axis that both operands shard is contracted,
         and nothing says where the sum goes.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    is_summed = isinstance(rhs, PackedMXArray) or recipe.output.transform is not None
+    is_summed = recipe.output.transform is not None
     types = []
     for x, contracting in zip((lhs, rhs), dimension_numbers[0], strict=True):
         parts = stored(x)
@@ -109,8 +108,8 @@ def gathering(
     split = {name: factor for factor, part in parts.items() for name in part}
     moved, places = set[str](), []
     # An operand moves where a mesh axis splits what the other one alone has.
-    for x, where in zip((lhs, rhs), lies, strict=True):
-        mine = set() if isinstance(x, PackedMXArray) else {*chain(*where.values())} & {*split}
+    for where in lies:
+        mine = {*chain(*where.values())} & {*split}
         along = {name for name in mine if split[name] not in where and name in (names or mine)}
         moved |= along
         places.append(spec_of(tuple(where.values())) if along else None)

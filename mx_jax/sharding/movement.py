@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Side
 from mx_jax.codecs import blocks as block_shapes
@@ -27,13 +27,11 @@ from mx_jax.codecs.explicit_axes import Spec, partitions
 from mx_jax.formats import WHOLE, Whole, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import ArrayOfCodes, MXArray
-from mx_jax.packed import PackedMXArray, Quantized
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
 Part = tuple[str, ...]
 
 X = TypeVar("X", bound=jax.Array | ArrayOfCodes)
-Q = TypeVar("Q", bound=Quantized)
 
 
 def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
@@ -422,17 +420,17 @@ def spec_for(
     return Specs(codes, spec_of(scales), spec_of(each) if format.tensor_scale else None)
 
 
-def device_put(x: Q, sharding: NamedSharding) -> Q:
-    """`jax.device_put` of an MXArray or packed weights, their parts where the values are to lie.
+def device_put(x: MXArray, sharding: NamedSharding) -> MXArray:
+    """`jax.device_put` of an MXArray, its parts where the values are to lie.
 
     Args:
-      x: quantized; packed weights are cut by whole tiles, and along k packed anew in parts.
+      x: quantized.
       sharding: of its values.
 
     Raises:
-      ValueError: a shard that would have a part of a block or tile; the message names axis, shard
-        size, block and remedy.
-      TypeError: no MXArray or packed weights, or no NamedSharding.
+      ValueError: a shard that would have a part of a block; the message names axis, shard size,
+        block and remedy.
+      TypeError: no MXArray, or no NamedSharding.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -441,9 +439,6 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
       >>> mx_jax.sharding.device_put(mx_jax.quantize(jnp.ones((64, 32)), "mxfp4"), place).shape
       (64, 32)
     """
-    if isinstance(x, PackedMXArray) and isinstance(sharding, NamedSharding):
-        placed: Any = put_packed(x, sharding)
-        return placed
     if not isinstance(x, MXArray) or not isinstance(sharding, NamedSharding):
         raise TypeError(
             "device_put: needs an MXArray and a NamedSharding, got "
@@ -452,7 +447,7 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
     parts = parts_of(sharding, x.ndim)
     for axis, size in x.blocks:
         length, part = x.shape[axis], parts[axis]
-        devices = _devices(sharding.mesh, part)
+        devices = math.prod(sharding.mesh.shape[name] for name in part)
         if devices == 1 or not isinstance(size, int) or length % (devices * size) == 0:
             continue
         whole = f"along mesh axes whose devices divide {length // size} blocks evenly"
@@ -471,74 +466,10 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
         )
         return jax.device_put(array, NamedSharding(sharding.mesh, spec_of(lies)))
 
-    moved: Any = dataclasses.replace(
+    return dataclasses.replace(
         x,
         codes=put(x.codes),
         scales=put(x.scales),
         tensor_scale=None if x.tensor_scale is None else put(x.tensor_scale),
         primal=None,
     )
-    return moved
-
-
-def put_packed(x: PackedMXArray, sharding: NamedSharding) -> PackedMXArray:
-    """Packed weights placed as their values are to lie; cut along k, they are packed anew."""
-    if (reason := why_not_cut(x, sharding)) is not None:
-        raise ValueError(f"device_put: {reason}")
-    parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
-    if x.layout.cut is None:
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-    cut = x.layout.cut(x)
-    if (k := _devices(mesh, parts[x.first_k])) != cut.parts:
-        x = cut.in_parts(x, k)
-        assert x.layout.cut is not None
-        cut = x.layout.cut(x)
-    lies: dict[Any, Part] = {"n": parts[x.first_kept], "k": parts[x.first_k]}
-    lies |= {axis: parts[axis] for axis in range(len(x.batch))}
-    leaves, tree = jax.tree.flatten(x)
-    placed = [
-        jax.device_put(leaf, NamedSharding(mesh, spec_of([lies.get(axis, ()) for axis in counts])))
-        for leaf, counts in zip(leaves, cut.arrays, strict=True)
-    ]
-    return jax.tree.unflatten(tree, placed)
-
-
-def why_not_cut(x: PackedMXArray, sharding: NamedSharding) -> str | None:
-    """Why packed weights cannot lie where their values are to lie; None: they can."""
-    parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
-    devices = [_devices(mesh, part) for part in parts]
-    may = {*range(len(x.batch)), x.first_kept, x.first_k} if x.layout.cut else set[int]()
-    whole = [axis for axis, number in enumerate(devices) if number > 1 and axis not in may]
-    if whole:
-        return (
-            f"packed weights cannot be cut along axis={whole[0]}, got {x!r} with sharding="
-            f"{sharding.spec}; shard the first of the kept or contracted axes of weights packed "
-            "for CPUs, or the MXArray"
-        )
-    if x.layout.cut is None:
-        return None
-    ((_, block),) = x.blocks
-    axis, rows, tile = x.first_kept, math.prod(x.kept), x.layout.cut(x).rows
-    number = devices[axis]
-    if number > 1 and (x.kept[0] % number or rows % (number * tile)):
-        return (
-            f"every shard needs whole tiles of packed weights along axis={axis}, got shard size="
-            f"{rows / number:g} ({rows} rows over {number} devices, mesh axes={parts[axis]}) with "
-            f"tiles of {tile} rows, {x!r}; shard another axis, or along mesh axes that "
-            f"{-(-rows // tile)} tiles divide by, or the MXArray"
-        )
-    axis, first = x.first_k, x.k[0]
-    number = devices[axis]
-    size = first / number
-    in_blocks = len(x.k) > 1 or (isinstance(block, int) and size % block == 0)
-    if number > 1 and (first % number or not in_blocks):
-        return (
-            f"every shard needs whole blocks along axis={axis}, got shard size={size:g} ({first} "
-            f"over {number} devices, mesh axes={parts[axis]}) with block={block} of {x!r}; shard "
-            "another axis, or along mesh axes that its blocks divide by"
-        )
-    return None
-
-
-def _devices(mesh: Mesh | AbstractMesh, part: Part) -> int:
-    return math.prod(mesh.shape[name] for name in part)

@@ -25,14 +25,14 @@ Shape = tuple[int, ...]
 
 
 class FactorAxis(NamedTuple):
-    """What an axis of an array counts: `entries` for each `unit` positions of a factor.
+    """What an axis of an array counts: positions of a factor, or blocks of `unit` positions.
 
-    Factors are axes of the operation, such as "m0"; those that begin with "k" are summed over.
+    Factors are axes of the operation, such as "m0"; those that begin with "k" are summed over. A
+    factor that is no multiple of its unit cannot be divided.
     """
 
     factor: str
     unit: int = 1
-    entries: int = 1
 
 
 # What devices may split of an array; None: that axis stays whole.
@@ -47,10 +47,7 @@ def axes_like(
     def axis(length: int, size: int, factor: str, block: int | None) -> FactorAxis | None:
         if length == size:
             return FactorAxis(factor)
-        if block is None or length != -(-size // block):
-            return None
-        # With a partial last block the axis cannot be divided.
-        return FactorAxis(factor, size, length) if size % block else FactorAxis(factor, block)
+        return None if block is None or length != -(-size // block) else FactorAxis(factor, block)
 
     return tuple(map(axis, shape, whole, factors, blocks))
 
@@ -84,8 +81,8 @@ class Factors(NamedTuple):
             if axis is not None:
                 units[axis.factor] = math.lcm(units.get(axis.factor, 1), axis.unit)
         for axis, length in zip(itertools.chain(*operands), itertools.chain(*shapes), strict=True):
-            if axis is not None:
-                sizes[axis.factor] = length * axis.unit // axis.entries
+            if axis is not None and axis.unit == 1:
+                sizes[axis.factor] = length
         return cls(sizes, units)
 
 
@@ -295,7 +292,7 @@ def shardy_rule(
         names = [axis.factor]
         entries = 1
         if axis.factor in shared:
-            entries = factors.units[axis.factor] // axis.unit * axis.entries
+            entries = factors.units[axis.factor] // axis.unit
         if entries > 1:
             names.append(f"{axis.factor}_{entries}")
             sizes[names[-1]] = entries
