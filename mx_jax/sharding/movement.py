@@ -221,7 +221,7 @@ def moved_packed(
     bits: int,
     move: Callable[[jax.Array], jax.Array],
     sizes: Sequence[int],
-    avoided: Collection[int] = (),
+    avoided: Collection[int],
 ) -> jax.Array:
     """Codes moved at their real width, if a device has whole bytes of them along some axis."""
     # `sizes`: of each axis, as many codes as whole bytes may be made of. Axes that are `avoided`
