@@ -55,7 +55,7 @@ from benchmarks.gpu_products import (
 )
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Case
-from mx_jax.backends.pallas_gpu.rejections import rejects_machine
+from mx_jax.backends.pallas_gpu.tiles import rejects_machine
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4

@@ -167,8 +167,7 @@ def place(
     if move is None or isinstance(operand, PackedMXArray):
         return operand, None, key, None
     if isinstance(operand, MXArray):
-        cut = move.cut_axes(operand.shape, operand.blocks)
-        for axis in cut:
+        for axis in move.cut_axes(operand.shape, operand.blocks):
             if names := [name for name in move.stored[axis] if name in move.manual]:
                 length, size = operand.shape[axis], dict(operand.blocks)[axis]
                 raise ValueError(
@@ -176,7 +175,7 @@ def place(
                     f"got shard size={length} with block={size} of {operand.format.name} along "
                     f"mesh axes={names}; pass dequantize(), or shard another axis"
                 )
-        return operand if cut else move.move_codes(operand), None, key, None
+        return move.move_codes(operand), None, key, None
     if spec is None:
         return move.move(operand), None, key, None
     if spec.tensor_scale == "row" and move.manual:
