@@ -144,3 +144,8 @@ class ProductAxes:
         g = Axes.ordered(batch=batch, kept=m, contracting=n)
         g, other = g if side == "lhs" else g.exchanged(), other.exchanged()
         return (ProductAxes(other, g), False) if axes.k_first else (ProductAxes(g, other), True)
+
+    def block_layouts(self, *formats: BlockFormat | None) -> list[tuple[int, Blocks]]:
+        """For each operand its last contracted axis, counted from the end, and its blocks."""
+        pairs = zip((self.lhs, self.rhs), formats, strict=True)
+        return [(axes.block_axis, axes.blocks(form) if form else ()) for axes, form in pairs]

@@ -514,16 +514,16 @@ def quantize_operands(
     casts of their own."""
     transform, keys, results = this.spec.transform, operand_keys(key), []
     both = this.axes.lhs, this.axes.rhs
+    layouts = this.axes.block_layouts(*(spec and spec.format for spec in this.specs))
     for at, (x, spec, axes, cast) in enumerate(zip(operands, this.specs, both, casts, strict=True)):
-        move, drawn, tensor_scale = this.moves[at], keys[at], None
+        (axis, blocks), move, drawn, tensor_scale = layouts[at], this.moves[at], keys[at], None
         if move is not None:
             x, move, drawn, tensor_scale = place(x, move, spec, axes, drawn, transform)
         if transform is not None:
-            x = transformed(x, transform, keys[2], axes.block_axis)
+            x = transformed(x, transform, keys[2], axis)
         if spec is not None and not isinstance(x, Quantized):
-            blocks, along = axes.blocks(spec.format), f"axis{axes.block_axis}"
             # Captures know a cast by its scope.
-            names = this.sides[at], spec.format.name, spec.scale_rule.name, along
+            names = this.sides[at], spec.format.name, spec.scale_rule.name, f"axis{axis}"
             x = prescaled(x, spec)
             if spec.tensor_scale == "row":
                 largest = spec.scale_rule.largest_value(spec.format)
