@@ -53,13 +53,6 @@ class Movement:
     gathered: frozenset[str]
     maxima: int | None = None  # axis along which codes have the maxima of their blocks behind them
 
-    @property
-    def used(self) -> tuple[Part, ...]:
-        """Where the product multiplies it."""
-        return tuple(
-            tuple(name for name in part if name not in self.gathered) for part in self.stored
-        )
-
     def transposed(self, order: Sequence[int], inserted: int | None = None) -> "Movement":
         """The movement of an operand whose axes were permuted, and an axis of length one put in."""
         stored = [self.stored[axis] for axis in order]
@@ -94,8 +87,8 @@ class Movement:
 
     def move(self, x: jax.Array) -> jax.Array:
         """An array with the operand's axes, gathered; axes of length one are whole already."""
-        x = all_gather(x, _within(self.stored, self.gathered & manual_axes()))
-        stored, used = (self._outside(parts, x.shape) for parts in (self.stored, self.used))
+        x = all_gather(x, self._by_shard_map())
+        stored, used = self._by_compiler(x.shape)
         if stored == used:
             return x
         mesh = jax.sharding.get_abstract_mesh()
@@ -128,22 +121,27 @@ class Movement:
 
     def move_back(self, cotangent: jax.Array) -> jax.Array:
         """A cotangent of what was gathered, summed and scattered to where the operand lies."""
-        manual = manual_axes()
-        for axis, part in enumerate(self.stored):
-            if names := tuple(name for name in part if name in self.gathered & manual):
+        for axis, names in enumerate(self._by_shard_map()):
+            if names:
                 cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=axis, tiled=True)
-        stored, used = (self._outside(parts, cotangent.shape) for parts in (self.stored, self.used))
+        stored, used = self._by_compiler(cotangent.shape)
         if stored == used:
             return cotangent
         return lax.with_sharding_constraint(cotangent, spec_of(stored))
 
-    def _outside(self, parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """Parts that are not shard_map's own, of an array that may be whole along some axes."""
+    def _by_shard_map(self) -> list[Part]:
+        """Along which mesh axes of shard_map each axis is gathered."""
+        return [tuple(name for name in part if name in self.manual) for part in self.stored]
+
+    def _by_compiler(self, shape: tuple[int, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """Where an array lies along other mesh axes, and where the product multiplies it."""
         manual = manual_axes()
-        return tuple(
+        stored = tuple(
             tuple(name for name in part if name not in manual) if length > 1 else ()
-            for part, length in zip(parts, shape, strict=True)
+            for part, length in zip(self.stored, shape, strict=True)
         )
+        used = tuple(tuple(name for name in part if name not in self.gathered) for part in stored)
+        return stored, used
 
 
 def all_gather(x: jax.Array, parts: Sequence[Part]) -> jax.Array:
@@ -177,10 +175,6 @@ def _gathering(
     specs: Any = dict(in_specs=spec_of(stored), out_specs=spec_of(used), axis_names=names)
     run = functools.partial(all_gather, parts=gathered)
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
-
-
-def _within(parts: Sequence[Part], names: Collection[str]) -> tuple[Part, ...]:
-    return tuple(tuple(name for name in part if name in names) for part in parts)
 
 
 # How both operands of a product move; None: not at all.
