@@ -87,6 +87,16 @@ def test_experts_lie_on_their_devices(mesh: Mesh):
     assert_bitwise_equal(result, quick(run)(x, packed))
 
 
+def test_whole_on_all_devices_of_shard_map(mesh: Mesh):
+    w, x = mx_jax.quantize(few(1, 256, 128), "mxfp4", axis=0), few(0, 8, 256)
+    run = lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4)  # noqa: E731
+    packed = jax.device_put(mx_jax.pack_weights(w), NamedSharding(mesh, P()))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    result, text = program(mapped, x, packed)
+    assert collectives(text) == [] and "mx_jax_cpu_matmul_packed" in text
+    assert_bitwise_equal(result, quick(run)(x, w))
+
+
 @pytest.mark.parametrize("format", ["mxfp4", "float8_rowwise_e4m3"])
 def test_what_shard_map_refuses(format: str, mesh: Mesh):
     packed = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 128)), format, axis=0))
