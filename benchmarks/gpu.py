@@ -55,7 +55,7 @@ from benchmarks.gpu_products import (
 )
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Case
-from mx_jax.backends.pallas_gpu.rejections import rejects_machine
+from mx_jax.backends.pallas_gpu.tiles import rejects_machine
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
@@ -221,8 +221,8 @@ def rows(measured: Sequence[Measured], device: str) -> list[str]:
             version = "{}.{}".format(*jax.__version_info__)
             facts = (f'"{KERNEL}", "{device}", "{version}"', what.pair.rhs.name.upper(), elements)
             date = datetime.date.today().isoformat()
-            end = f'{(what.m, what.m)}, {ratio:.2g}, "{date}"'
-            lines.append(f"Row({', '.join(facts)}, {end}),")
+            row = f'Row({", ".join(facts)}, {ratio:.2g}, "{date}"),'
+            lines.append(f"{row}  # {what.m} rows")
     return lines
 
 

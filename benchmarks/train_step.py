@@ -61,7 +61,7 @@ def products(recipe: Recipe) -> list[tuple[QuantizedMatmul, MatmulPass, str]]:
     )
     output = MatmulPass("output", recipe.output, FORWARD, FLOAT)
     grad_input, grad_weight = (
-        gradient_pass(matmul, side, FORWARD.cotangent(side)) for side in SIDES
+        gradient_pass(matmul, side, FORWARD.gradient_axes(side)) for side in SIDES
     )
     return [(matmul, output, "xw"), (matmul, grad_input, "gw"), (matmul, grad_weight, "xg")]
 

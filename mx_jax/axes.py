@@ -132,8 +132,8 @@ class ProductAxes:
         """What `jax.lax.dot_general` takes."""
         return (self.lhs.contracting, self.rhs.contracting), (self.lhs.batch, self.rhs.batch)
 
-    def cotangent(self, side: Side) -> tuple["ProductAxes", bool]:
-        """Axes of the product that gives an operand's cotangent in the operand's own order.
+    def gradient_axes(self, side: Side) -> tuple["ProductAxes", bool]:
+        """Axes of the product that gives an operand's gradient in the operand's own order.
 
         With g `[*batch, *m, *n]`: for lhs, g by rhs over n where lhs holds m first, and rhs by g
         where it holds k first; for rhs, g by lhs over m where rhs holds n first, and lhs by g where
@@ -145,7 +145,7 @@ class ProductAxes:
         g, other = g if side == "lhs" else g.exchanged(), other.exchanged()
         return (ProductAxes(other, g), False) if axes.k_first else (ProductAxes(g, other), True)
 
-    def blocks(self, *formats: BlockFormat | None) -> list[tuple[int, Blocks]]:
+    def block_layouts(self, *formats: BlockFormat | None) -> list[tuple[int, Blocks]]:
         """For each operand its last contracted axis, counted from the end, and its blocks."""
         pairs = zip((self.lhs, self.rhs), formats, strict=True)
         return [(axes.block_axis, axes.blocks(form) if form else ()) for axes, form in pairs]

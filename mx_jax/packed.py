@@ -13,26 +13,13 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import Axes
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
+from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.indexing import Index
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import ArrayOfCodes, MXArray, values
 
 T = TypeVar("T")
 Q = TypeVar("Q", bound="Quantized")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How devices may share packed weights."""
-
-    # For each array that is packed, what its axes count: a number names a batch axis, "n" tiles of
-    # kept rows, "k" parts of k; None: that axis stays whole.
-    arrays: tuple[tuple[int | str | None, ...], ...]
-    rows: int  # kept rows of a tile
-    parts: int  # in how many equal parts k is
-    # Given what is packed and a number, the same weights with k in so many parts.
-    in_parts: Callable[["PackedMXArray", int], "PackedMXArray"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,19 +33,15 @@ class Layout:
       unpack: given what is packed, the MXArray that it was made of.
       take: given what is packed, rows of one kept axis `[n, k]`, and indices, those rows of the
         MXArray, and nothing else unpacked; None where a layout has no way to.
-      cut: given what is packed, how devices may share it; None where a layout has no way to.
-      local: given weights of which the arrays are one device's, as shard_map hands them on, the
-        weights that these arrays are; None where a layout has no way to.
-      parts: in how many parts k was packed; None: in one, which no axis counts.
+      check: given what is packed, raises ValueError where the arrays are those of a part, as
+        shard_map cuts them.
     """
 
     backend: str
     batch: Callable[[Any], tuple[int, ...]]
     unpack: Callable[["PackedMXArray"], MXArray]
     take: Callable[["PackedMXArray", jax.Array], MXArray] | None = None
-    cut: Callable[["PackedMXArray"], Cut] | None = None
-    local: Callable[["PackedMXArray"], "PackedMXArray"] | None = None
-    parts: int | None = None
+    check: Callable[["PackedMXArray"], None] = lambda packed: None
 
 
 @functools.partial(
@@ -153,29 +136,11 @@ class PackedMXArray(ArrayOfCodes):
         # On explicit axes each intermediate value would need a sharding.
         untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
         shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, untyped))
-        parts = self.partitions()
-        specs = [
-            PartitionSpec(*(p if n > 1 else None for p, n in zip(parts, s.shape, strict=True)))
-            for s in shapes
-        ]
+        specs = [PartitionSpec(*[None] * len(shape.shape)) for shape in shapes]
         run: Any = jax.sharding.auto_axes(
             lambda packed: jax.tree.leaves(packed.layout.unpack(packed)), out_sharding=specs
         )
         return jax.tree.unflatten(tree, run(self))
-
-    def partitions(self) -> list[Any]:
-        """The mesh axes of each axis of the MXArray, by the aval of the first array."""
-        if self.layout.cut is None or not has_explicit_axes():
-            return [None] * self.ndim
-        array = jax.tree.leaves(self)[0]
-        named: dict[Any, int] = {"n": self.first_kept, "k": self.first_k}
-        axes = [named.get(count, count) for count in self.layout.cut(self).arrays[0]]
-        parts = dict(zip(axes, partitions(jax.typeof(array).sharding, array.ndim), strict=True))
-        return [parts.get(axis) for axis in range(self.ndim)]
-
-    def local(self) -> "PackedMXArray":
-        """The same with the sizes of its arrays: shard_map cuts arrays and keeps static sizes."""
-        return self if self.layout.local is None else self.layout.local(self)
 
     def take(self, indices: jax.Array) -> MXArray:
         """Rows of an embedding that is packed for the head: `[*indices, k]` of `[n, k]`.

@@ -18,28 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.axes import Axes
 from mx_jax.backends import calls
 from mx_jax.backends.calls import MatmulCall, OperandType, QuantizeCall
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import ROUNDINGS
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray, unpacked
-from mx_jax.reference.quantize import block_amax, tensor_scale_of
+from mx_jax.packed import PackedMXArray
+from mx_jax.reference.quantize import find_tensor_scale
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.sharding import movement
-from mx_jax.sharding.movement import Part
+from mx_jax.sharding.movement import Part, gathered_parts
 from mx_jax.sharding.partition import (
     ArrayAxes,
-    Axis,
     Division,
+    FactorAxis,
     Factors,
     Placed,
     Shape,
     Split,
     axes_like,
+    product_factors,
+    split_product,
 )
 
 # Computes a call of these operands on one device: `compute(call, lhs, rhs)`.
@@ -76,47 +76,29 @@ def multiply(
     compute: Compute, call: MatmulCall, lhs: calls.AnyOperand, rhs: calls.AnyOperand
 ) -> jax.Array:
     """A product that the compiler splits between devices."""
-    if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
+    if isinstance(rhs, PackedMXArray):
         call, rhs = calls.unpacked_for(call, rhs)
-    leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
+    leaves, tree = jax.tree.flatten((lhs, rhs))
     (product,) = SplitProduct(compute, call, tree)(*leaves)
     return product
 
 
 class SplitProduct(Split):
-    """A product: an operand is gathered only along mesh axes that the product has from the other
-    one, as for `jax.lax.dot_general`."""
-
-    @functools.cached_property
-    def factors(self) -> tuple[tuple[str, ...], ...]:
-        """The axes of both operands and of their product, by what they have in common."""
-
-        def named(axes: Axes, kept: str) -> tuple[str, ...]:
-            groups = (("b", axes.batch), (kept, axes.kept), ("k", axes.contracting))
-            names = {axis: f"{name}{i}" for name, group in groups for i, axis in enumerate(group)}
-            return tuple(names[axis] for axis in range(axes.ndim))
-
-        lhs, rhs = named(self.call.lhs.axes, "m"), named(self.call.rhs.axes, "n")
-        kept = (
-            *(name for name in lhs if name[0] in "bm"),
-            *(name for name in rhs if name[0] == "n"),
-        )
-        return lhs, rhs, kept
+    """A product, split by `split_product`."""
 
     def axes(self, shapes: Sequence[Shape]) -> tuple[list[ArrayAxes], list[ArrayAxes]]:
+        *of_operands, of_product = product_factors(self.call.lhs.axes, self.call.rhs.axes)
         structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
         arrays: list[ArrayAxes] = []
-        for factors, x in zip(self.factors, jax.tree.unflatten(self.tree, structs), strict=False):
-            if isinstance(x, PackedMXArray):
-                arrays += _packed_axes(x)
-                continue
+        operands = jax.tree.unflatten(self.tree, structs)
+        for factors, x in zip(of_operands, operands, strict=True):
             blocks: list[int | None] = [1] * len(factors)
             for axis, size in x.blocks if isinstance(x, MXArray) else ():
                 # One scale is that of all parts.
                 blocks[axis] = size if isinstance(size, int) else None
             leaves = jax.tree.leaves(x)
             arrays += [axes_like(leaf.shape, x.shape, factors, blocks) for leaf in leaves]
-        return arrays, [tuple(map(Axis, self.factors[2]))]
+        return arrays, [tuple(map(FactorAxis, of_product))]
 
     def divide(
         self,
@@ -128,15 +110,16 @@ class SplitProduct(Split):
         sides: Any = jax.tree.unflatten(self.tree, range(len(operands)))
         firsts = [jax.tree.leaves(x)[0] for x in sides]
         lies = [operands[first].by_factor for first in firsts]
-        parts, scattered = shared(devices, factors, lies, results[0].by_factor)
+        parts, scattered = split_product(devices, factors, lies, results[0].by_factor)
         places = [
             tuple(() if axis is None else parts[axis.factor] for axis in array.axes)
             for array in operands
         ]
         moves = dict[int, tuple[int, tuple[Part, ...]]]()
         for x, first in zip(sides, firsts, strict=True):
-            if isinstance(x, MXArray) and (bits := x.format.element.bits) < 8:
-                moved = _moves(operands[first].parts, places[first])
+            bits = x.format.element.bits if isinstance(x, MXArray) else 8
+            # XLA gathers whole bytes by itself.
+            if bits < 8 and (moved := gathered_parts(operands[first].parts, places[first])):
                 moves[first] = bits, moved
                 pairs = zip(places[first], moved, strict=True)
                 places[first] = tuple((*part, *more) for part, more in pairs)
@@ -158,18 +141,16 @@ class SplitProduct(Split):
         """One device's part: its codes gathered, its product, and its sums scattered or added."""
         arrays = list(leaves)
         for number, (bits, parts) in moves.items():
-            if any(parts):
-                gather = functools.partial(movement.all_gather, parts=parts)
-                cut = [axis for axis, names in enumerate(parts) if names]
-                codes = arrays[number]
-                arrays[number] = movement.moved_packed(codes, bits, gather, codes.shape, cut)
+            gather = functools.partial(movement.all_gather, parts=parts)
+            cut = [axis for axis, names in enumerate(parts) if names]
+            codes = arrays[number]
+            arrays[number] = movement.moved_packed(codes, bits, gather, codes.shape, cut)
         whole, dtype = self.call, self.call.out_dtype
         if summed or any(scattered):
             dtype = movement.reduced_in(dtype, whole.reduce_dtype)
 
         def multiply(*leaves: jax.Array) -> jax.Array:
             lhs, rhs = jax.tree.unflatten(self.tree, leaves)
-            rhs = rhs.local() if isinstance(rhs, PackedMXArray) else rhs
             types = {
                 "lhs": OperandType.of(lhs, whole.lhs.axes),
                 "rhs": OperandType.of(rhs, whole.rhs.axes),
@@ -183,77 +164,6 @@ class SplitProduct(Split):
         if summed:
             product = lax.psum(product, summed)
         return [product.astype(whole.out_dtype)]
-
-
-def shared(
-    devices: Mapping[str, int],
-    factors: Factors,
-    operands: Sequence[Mapping[str, Part]],
-    product: Mapping[str, Part],
-) -> tuple[dict[str, Part], dict[str, Part]]:
-    """The mesh axes that split each factor of a product, by where its arrays lie; and for axes of
-    the product those along which its sums are scattered."""
-    owners = [
-        {name: factor for factor, part in lies.items() for name in part}
-        for lies in (*operands, product)
-    ]
-    # In the order that the product has, or else an operand.
-    lies = [name for operand in operands for part in operand.values() for name in part]
-    order = dict.fromkeys([*owners[2], *lies])
-    parts: dict[str, Part] = dict.fromkeys(factors.sizes, ())
-    scattered: dict[str, Part] = {}
-    for name in order:
-        lhs, rhs, out = (owner.get(name) for owner in owners)
-        factor = _factor_of(lhs, rhs, out)
-        wider = (*parts.get(factor, ()), name)
-        each = math.prod(devices[axis] for axis in wider) * factors.units.get(factor, 1)
-        if factor not in factors.sizes or factors.sizes[factor] % each:
-            continue
-        parts[factor] = wider
-        if factor[0] == "k" and out in parts:
-            scattered[out] = (*scattered.get(out, ()), name)
-    # What is contracted lies as it does in an operand: in another order, all of it would move.
-    for factor, part in parts.items():
-        if factor[0] == "k":
-            parts[factor] = tuple(sorted(part, key=lies.index))
-    for factor, part in list(scattered.items()):
-        if factors.sizes[factor] % math.prod(devices[axis] for axis in (*parts[factor], *part)):
-            del scattered[factor]
-    return parts, scattered
-
-
-def _factor_of(lhs: str | None, rhs: str | None, out: str | None) -> str:
-    """What a mesh axis splits, by what it splits of operands and product as they lie."""
-    if lhs is not None and lhs == rhs:
-        return lhs
-    kept = (name for name in (out, lhs, rhs) if name is not None and name[0] != "k")
-    factor = next(kept, lhs or rhs)
-    assert factor is not None
-    return factor
-
-
-def _moves(lies: tuple[Part, ...], used: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The mesh axes along which codes are gathered packed; XLA gathers whole bytes by itself."""
-    none = ((),) * len(lies)
-    if any(part[: len(kept)] != kept for part, kept in zip(lies, used, strict=True) if part):
-        return none
-    moved = tuple(part[len(kept) :] for part, kept in zip(lies, used, strict=True))
-    names = {name for part in used for name in part}
-    return none if names & {name for part in moved for name in part} else moved
-
-
-def _packed_axes(packed: PackedMXArray) -> list[ArrayAxes]:
-    """What the arrays of packed weights count: whole tiles of kept rows, and parts of k."""
-    assert packed.layout.cut is not None, packed
-    cut, inner = packed.layout.cut(packed), math.prod(packed.kept[1:])
-    # Entries of the first kept axis in whole tiles.
-    entries = cut.rows // math.gcd(cut.rows, inner)
-    named: dict[Any, Axis] = {axis: Axis(f"b{axis}") for axis in range(len(packed.batch))}
-    named["k"] = Axis("k0", packed.k[0] // cut.parts)
-    named["n"] = Axis("n0", entries, entries * inner // cut.rows)
-    if packed.kept[0] % entries:
-        named["n"] = Axis("n0", packed.kept[0], -(-packed.kept[0] * inner // cut.rows))
-    return [tuple(named.get(count) for count in counts) for counts in cut.arrays]
 
 
 # Casts --------------------------------------------------------------------------------------------
@@ -331,7 +241,8 @@ class SplitCast(Split):
         if scale is None and call.format.tensor_scale:
             names = [name for part in parts for name in part]
             largest = call.scale_rule.largest_value(call.format)
-            scale = agreed_scale(x, call.blocks, largest, names)
+            # As the cast finds it, so that XLA computes a block's maximum once.
+            scale = find_tensor_scale(x, call.blocks, largest, names)
         # For each axis whose blocks several devices share, from the end, the mesh axes.
         inner = ((axis, parts[axis][len(whole[axis]) :]) for axis, _ in call.blocks)
         shared = {axis: names for axis, names in inner if names}
@@ -345,10 +256,3 @@ class SplitCast(Split):
         local = dataclasses.replace(call, shape=x.shape)
         array = self.compute(local, x, bits, scale)
         return jax.tree.leaves(movement.without_maxima(array, axis))
-
-
-def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[str]) -> jax.Array:
-    """The tensor scale of all devices' parts."""
-    # Found as the cast finds them, so that XLA computes a block's maximum once.
-    amax = block_amax(*block_shapes.split(lax.stop_gradient(x), blocks))
-    return tensor_scale_of(amax, largest, x.ndim, tuple(names))

@@ -74,31 +74,11 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
     )
 
 
-def choose(call: Call) -> Choice:
-    """The backend that takes a call here, as far as tracing knows.
-
-    Raises:
-      ValueError: as `select`.
-    """
-    target = machine.current_target()
-    part = None
-    if compiler_splits() and _can_split(call, target):
-        # A mesh in context says that the compiler splits the product: who computes the parts?
-        part = _of_a_part(call, dataclasses.replace(target, counted=True))
-    return part or select(call, target)
-
-
 def _can_split(call: Call, target: Target) -> bool:
     """`partition.can_split`; it is imported where several devices share a call."""
     from mx_jax.backends import partition
 
     return partition.can_split(call, target)
-
-
-def compiler_splits() -> bool:
-    """Whether a mesh in context says that the compiler splits products between devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
 def _of_a_part(call: Call, target: Target) -> Choice | None:
@@ -174,7 +154,7 @@ class Work:
                 packed_by = getattr(getattr(one, "rhs", None), "packed_by", None)
                 if part is not None:
                     choice = part.noting("codes move between devices")
-                elif packed_by not in (None, choice.backend.name):
+                if packed_by is not None and (part or packed_by != choice.backend.name):
                     note = f"weights packed for {packed_by} are unpacked at every call"
                     choice = choice.noting(note)
                 answers.append((one, target, choice))

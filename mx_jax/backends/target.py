@@ -159,23 +159,19 @@ def on_devices_of(*operands: Any) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def current_target(num_devices: int | None = None) -> Target:
+def current_target() -> Target:
     """The machine that a call is for.
 
     In this order: what `use_target` names; the devices of committed arrays outside `jit`
     (`on_devices_of`); those of the mesh in context (`jax.set_mesh`, `jax.shard_map`); the device of
     `jax.default_device`; JAX's first. All of it is in jit's cache key, and known while tracing.
-
-    Args:
-      num_devices: None: those of the machine; under `only_backend` one.
+    Under `only_backend` it has one device.
     """
     context = selection()
-    if num_devices is None and context.only is not None:
-        num_devices = 1
     if (named := context.target) is not None:
-        return named if num_devices is None else dataclasses.replace(named, num_devices=num_devices)
-    device, mesh, counted = _device(), jax.sharding.get_abstract_mesh(), True
-    if num_devices is None:
+        return named if context.only is None else dataclasses.replace(named, num_devices=1)
+    device, mesh, counted, num_devices = _device(), jax.sharding.get_abstract_mesh(), True, 1
+    if context.only is None:
         # JAX refuses arrays on devices outside of the mesh in context, of which jit splits
         # automatic axes: below `jax.shard_map` each device has a call of its own. Without a mesh:
         # all of the platform; of a device that is only compiled for, one.

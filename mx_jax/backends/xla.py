@@ -135,9 +135,6 @@ _FEW = 32
 HOW = "XLA bfloat16 dot, float32 sums"
 _NO_CPU = "for accelerators, whose units multiply bfloat16, got platform=cpu"
 _DIGITS = 8
-# Scales that are rounded up bring the largest finite float32 to 2^128, which bfloat16 has not
-# either. Like the reference, E8M0 operands are decoded as 2^-2 of what they are.
-_HEADROOM = 2
 
 
 def bfloat16_holds(format: BlockFormat) -> bool:
@@ -221,8 +218,8 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
         return operand, 1.0
     if _block_size(operand) is not None:
         # Rounded: element times scale has more digits. The largest float32 would round to Inf.
-        values = (decode(operand, jnp.float32) * 2.0**-_HEADROOM).astype(jnp.bfloat16)
-        return values, 2.0**_HEADROOM
+        values = (decode(operand, jnp.float32) * 2.0**-calls.HEADROOM).astype(jnp.bfloat16)
+        return values, 2.0**calls.HEADROOM
     if operand.format.scale.is_float32:
         values = element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16)
         return values, 1.0
@@ -234,7 +231,7 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
             for decode in (_under_exponent_on_tpus, _under_exponent)
         )
         values = platform_dependent(codes, scales, tpu=on_tpus, default=elsewhere)
-        return blocks.merge(values, operand.shape, inside), 2.0**_HEADROOM
+        return blocks.merge(values, operand.shape, inside), 2.0**calls.HEADROOM
     return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
 
 
@@ -257,7 +254,7 @@ def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat)
     # two first, once a block. In few operations, and none on the scales alone that XLA would give a
     # kernel of its own.
     scales = scales.astype(jnp.int32)
-    exponent = scales - (E8M0_BIAS + _HEADROOM)
+    exponent = scales - (E8M0_BIAS + calls.HEADROOM)
     half = exponent >> 1
     first = select(scales == E8M0_NAN, jnp.nan, power_of_two(half))
     second = power_of_two(exponent - half)
@@ -293,7 +290,7 @@ def _under_exponent_on_tpus(
     powers = select(exponent > 127, -powers * up, powers)
     powers = select(scales == E8M0_NAN, 0.0, powers)
     powers = blocks.spread_minor(powers, codes.shape[-1])
-    factor = 2.0 ** -(_HEADROOM + up)
+    factor = 2.0 ** -(calls.HEADROOM + up)
     factors = select(powers < 0, -2 * factor, factor) if up else factor
     values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * factors
     values = select(powers == 0, jnp.nan, values * powers).astype(jnp.bfloat16)

@@ -23,6 +23,8 @@ REMOVED: dict[str, str] = {
     "tag": "jax.named_scope names products; loops are counted",
     "tree": "convert.function(loss, rules, weights=0) names layers by their places in the model",
     "register": "a call shows what layers of your own multiply: give convert.report arguments",
+    "all_to_all": "sharding.dispatch sends rows to experts; jax.tree.map(jax.lax.all_to_all, ...)",
+    "ppermute": "jax.tree.map of jax.lax.ppermute over an MXArray moves codes and scales",
     "Kind": "a call shows what layers of your own multiply: give convert.report arguments",
     "Slot": "a call shows what layers of your own multiply: give convert.report arguments",
     "numbered": "a rule's pattern has the numbers, r'.*block_(0|31)/.*', or its filter reads them",

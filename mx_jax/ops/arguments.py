@@ -25,10 +25,11 @@ from mx_jax.specs import MatmulRecipe, OperandSpec
 def as_operand(
     x: OperandLike, side: str, recipe: MatmulRecipe, operation: str = "matmul"
 ) -> AnyOperand:
-    """An MXArray as it is (packed: shard_map's part of it), else an array the recipe takes."""
+    """An MXArray as it is, else an array the recipe takes."""
     if isinstance(x, PackedMXArray):
+        x.layout.check(x)
         # Packed weights are read on the right.
-        return x.local().unpack() if side == "lhs" else x.local()
+        return x.unpack() if side == "lhs" else x
     if isinstance(x, MXArray):
         check_parts(x, f"{operation}: {side}")
         return x

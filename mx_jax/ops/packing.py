@@ -1,6 +1,5 @@
 """Weights quantized once, and laid out once, for many products."""
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -8,19 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
-from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import current_target
-from mx_jax.backends.target import on_devices_of, use_target
+from mx_jax.backends.select import select
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.straight_through import parted_codes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
 from mx_jax.packed import PackedMXArray, Quantized
-from mx_jax.sharding.movement import put_packed, why_not_cut
 from mx_jax.specs import MatmulRecipe
 
 
@@ -35,8 +31,7 @@ def pack_weights(
 
     A product of few rows, as in decoding, is bound by reading its weights; packed, they are read in
     one stream, FP4 at half a byte a code, FP6 at three quarters. The result goes wherever
-    the MXArray went as the right operand: `matmul`, `dot_general`, `einsum`, a layer's kernel. It
-    lies on the devices that the weights lie on, which multiply each its own part under `jit`.
+    the MXArray went as the right operand: `matmul`, `dot_general`, `einsum`, a layer's kernel.
     Products by `recipe` have the same bits, but for float8 whose scales are whole along k: on CPUs
     those leave the sums. It belongs to this kind of machine and carries no gradient: train and save
     the MXArray.
@@ -52,12 +47,12 @@ def pack_weights(
 
     Returns:
       A `PackedMXArray`; or weights themselves, where no backend here has a layout of its own for
-      them.
+      them, or where they lie on several devices, each of which multiplies its part as it is.
 
     Raises:
       TypeError: weights are not an MXArray, recipe is none, or an axis is no int.
       ValueError: axes out of range, repeated, or without the blocks; an MXArray whose parts do not
-        fit together; weights that lie on several devices in parts that are no whole tiles.
+        fit together.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
@@ -66,21 +61,8 @@ def pack_weights(
       >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=recipe)[0]
       Array([64., 64., 64.], dtype=float32)
     """
-    packed, reason = packed_where_they_lie(weights, contracting, num_batch, recipe)
-    if reason is not None:
-        raise ValueError(f"pack_weights: {reason}")
-    return packed
-
-
-def packed_where_they_lie(
-    weights: MXArray | PackedMXArray,
-    contracting: int | Sequence[int] | None,
-    num_batch: int,
-    recipe: MatmulRecipe | str | None,
-) -> tuple[MXArray | PackedMXArray, str | None]:
-    """As `pack_weights`, or weights themselves and why devices cannot share them packed."""
     if isinstance(weights, PackedMXArray):
-        return weights, None
+        return weights
     if not isinstance(weights, MXArray):
         raise TypeError(
             f"pack_weights: needs an MXArray, got weights of type {type(weights).__name__}; "
@@ -101,17 +83,10 @@ def packed_where_they_lie(
     if weights.primal is not None:
         weights = dataclasses.replace(weights, codes=codes, primal=None)
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(on_devices_of(weights))
-        if sharding is not None and (devices := len(sharding.device_set)) > 1:
-            # Programs with these weights have as many.
-            machine = dataclasses.replace(current_target(), program_devices=devices)
-            stack.enter_context(use_target(machine))
-        packed = choose(call).offer.run(weights, call)
-    if isinstance(packed, MXArray) or not isinstance(sharding, NamedSharding):
-        return packed, None
-    reason = why_not_cut(packed, sharding)
-    return (put_packed(packed, sharding), None) if reason is None else (weights, reason)
+    if sharding is not None and len(sharding.device_set) > 1:
+        return weights
+    with on_devices_of(weights):
+        return select(call).offer.run(weights, call)
 
 
 def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:

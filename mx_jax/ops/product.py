@@ -128,7 +128,7 @@ class QuantizedMatmul:
         # custom_vjp costs more than the product of concrete operands.
         values, codes, extra = operands
         return forward_program(
-            self, self.output, joined(values, codes), *extra, any_stored(values, codes)
+            self, self.output, joined(values, codes), extra, any_stored(values, codes)
         )
 
 
@@ -180,12 +180,12 @@ def forward(
     matmul: QuantizedMatmul,
     this: MatmulPass,
     operands: Operands,
-    key: Key,
-    sizes: jax.Array | None,
+    extra: Extra,
     stored: bool = False,
     source: Source | None = None,
 ) -> jax.Array:
     """One of the three products: both operands quantized by its spec, and multiplied."""
+    key, sizes = extra
     drawn = product_key(matmul.recipe, this.name, key)
     with jax.named_scope(this.name):
         codes, sizes = matmul.quantizer(this, operands, drawn, sizes)
@@ -205,7 +205,7 @@ def _differentiable(
     matmul: QuantizedMatmul, values: Operands, codes: Operands, extra: Extra
 ) -> jax.Array:
     # Derivatives of the gradient are those of the product in float32, its casts being identities.
-    return forward(matmul, matmul.output, joined(values, codes), *extra, any_stored(values, codes))
+    return forward(matmul, matmul.output, joined(values, codes), extra, any_stored(values, codes))
 
 
 def _forward(
@@ -214,8 +214,8 @@ def _forward(
     """The product, and its residuals: operands, types of their cotangents, key and sizes."""
     operands = joined(values, codes)
     if matmul.recipe.kept_as_codes:
-        operands = kept(matmul, operands, *extra)
-    result = forward_program(matmul, matmul.output, operands, *extra, any_stored(values, codes))
+        operands = kept(matmul, operands, extra)
+    result = forward_program(matmul, matmul.output, operands, extra, any_stored(values, codes))
     # A gradient multiplies what is kept of the other operand: codes have no derivative.
     exact = [
         no_derivative(value) if value is not None and isinstance(x, Quantized) else x
@@ -226,10 +226,9 @@ def _forward(
 
 
 @one_program("matmul")
-def kept(
-    matmul: QuantizedMatmul, operands: Operands, key: Key, sizes: jax.Array | None
-) -> Operands:
+def kept(matmul: QuantizedMatmul, operands: Operands, extra: Extra) -> Operands:
     """The operands as they are saved for the backward pass."""
+    key, sizes = extra
     # The same key gives the same codes as without a gradient.
     recipe = matmul.recipe
     others = {side: None for side in SIDES if side not in recipe.kept_as_codes}
@@ -274,7 +273,7 @@ def _backward(
 ) -> tuple[Any, None, Any]:
     """The cotangents of the arguments of `_differentiable`."""
     operands, types, extra = residuals
-    results = gradients(matmul, types, operands, g, *extra)
+    results = gradients(matmul, types, operands, g, extra)
     none = zero_cotangents(extra)  # of integers and keys
     results = with_derivative(results, exact_bwd, (matmul, types), operands, g, extra)
     return results, None, none
@@ -290,15 +289,11 @@ def zero_cotangents(tree: object) -> Any:
 
 @one_program("matmul", "types")
 def gradients(
-    matmul: QuantizedMatmul,
-    types: Types,
-    operands: Operands,
-    g: jax.Array,
-    key: Key,
-    sizes: jax.Array | None,
+    matmul: QuantizedMatmul, types: Types, operands: Operands, g: jax.Array, extra: Extra
 ) -> Operands:
     """The products of a cotangent with each operand, for those that have one."""
-    axes = [matmul.axes.cotangent(side) for side in SIDES]
+    key, sizes = extra
+    axes = [matmul.axes.gradient_axes(side) for side in SIDES]
     passes = [gradient_pass(matmul, *each) for each in zip(SIDES, axes, types, strict=True)]
     together = None not in types and matmul.quantizer is quantize_operands
     casts = (cast_for_both(matmul, passes, g, key) if together else None) or ((g, None), (g, None))
@@ -312,7 +307,7 @@ def gradients(
             reuses = sizes is None or this.name == "grad_input"
             other, this = residual_operand(this, other, reuses)
         pair = (codes, other) if this.sides == SIDES else (other, codes)
-        product = forward(matmul, this, pair, key, sizes, source=source)
+        product = forward(matmul, this, pair, extra, source=source)
         back = matmul.moves[this.name == "grad_weight"]
         results.append(of.cast(product if back is None else back.move_back(product)))
     return results[0], results[1]
@@ -324,7 +319,7 @@ def gradient_pass(
     axes: tuple[ProductAxes, bool],
     of: CotangentType | None = None,
 ) -> MatmulPass:
-    """The product that gives an operand's cotangent, of axes by `ProductAxes.cotangent`."""
+    """The product that gives an operand's cotangent, of axes by `ProductAxes.gradient_axes`."""
     name, dtype = GRADIENT[side], matmul.out_dtype if of is None else of.dtype
     if matmul.recipe.reduce_dtype is not None and jax.sharding.get_abstract_mesh().manual_axes:
         # Devices of shard_map add up what this returns.
@@ -343,7 +338,7 @@ def residual_operand(
     move, spec, axes = this.moves[at], this.spec.rhs, (this.axes.lhs, this.axes.rhs)[at]
     if move is not None and isinstance(operand, MXArray):
         # Codes are gathered as they are.
-        operand, this = place(operand, move, spec, axes, None).operand, this._replace(moves=STAY)
+        (operand, *_), this = place(operand, move, spec, axes, None), this._replace(moves=STAY)
     if isinstance(operand, PackedMXArray):
         operand = operand.unpack()
     if not isinstance(operand, MXArray):
@@ -391,7 +386,7 @@ def exact_fwd(
 ) -> jax.Array:
     """The product of operands as they came, in float32: as this it is differentiated."""
     exact = in_high_precision(matmul)
-    return forward(exact, exact.output, (values(lhs), values(rhs)), *extra).astype(dtype)
+    return forward(exact, exact.output, (values(lhs), values(rhs)), extra).astype(dtype)
 
 
 def exact_bwd(
@@ -401,9 +396,7 @@ def exact_bwd(
     float32 = np.dtype(np.float32)
     left, right = (of and dataclasses.replace(of, dtype=float32) for of in types)
     lhs, rhs = operands
-    pair = gradients(
-        in_high_precision(matmul), (left, right), (values(lhs), values(rhs)), g, *extra
-    )
+    pair = gradients(in_high_precision(matmul), (left, right), (values(lhs), values(rhs)), g, extra)
     lhs_ct, rhs_ct = (x if of is None else of.cast(x) for x, of in zip(pair, types, strict=True))
     return lhs_ct, rhs_ct
 
@@ -520,11 +513,11 @@ def quantize_operands(
     """Both operands where their product is, transformed, and quantized: by `cast_operand`, or by
     casts of their own."""
     transform, keys, results = this.spec.transform, operand_keys(key), []
-    blocks = this.axes.blocks(*(spec and spec.format for spec in this.specs))
-    for at, (x, spec, cast) in enumerate(zip(operands, this.specs, casts, strict=True)):
-        (axis, of), move, drawn, tensor_scale = blocks[at], this.moves[at], keys[at], None
+    both = this.axes.lhs, this.axes.rhs
+    layouts = this.axes.block_layouts(*(spec and spec.format for spec in this.specs))
+    for at, (x, spec, axes, cast) in enumerate(zip(operands, this.specs, both, casts, strict=True)):
+        (axis, blocks), move, drawn, tensor_scale = layouts[at], this.moves[at], keys[at], None
         if move is not None:
-            axes = (this.axes.lhs, this.axes.rhs)[at]
             x, move, drawn, tensor_scale = place(x, move, spec, axes, drawn, transform)
         if transform is not None:
             x = transformed(x, transform, keys[2], axis)
@@ -534,8 +527,8 @@ def quantize_operands(
             x = prescaled(x, spec)
             if spec.tensor_scale == "row":
                 largest = spec.scale_rule.largest_value(spec.format)
-                tensor_scale = find_row_scales(x, (this.axes.lhs, this.axes.rhs)[at], of, largest)
-            how = CastArguments(spec, of, drawn, tensor_scale, ".".join(names))
+                tensor_scale = find_row_scales(x, axes, blocks, largest)
+            how = CastArguments(spec, blocks, drawn, tensor_scale, ".".join(names))
             x = cast_operand(x, *how) if cast is None else cast(x, how)
             x = x if move is None else move.move_codes(x)
         results.append(x)

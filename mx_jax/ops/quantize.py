@@ -3,7 +3,6 @@ reads or steps what is stored: attention over a cache, optimizers' moments."""
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
@@ -30,7 +29,7 @@ from mx_jax.ops.arguments import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.packing import packed_where_they_lie
+from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.product import (
     cast_array,
     cast_both,
@@ -364,10 +363,7 @@ def store_weights(
     contracting = tuple(axis + num_stacked for axis in axes.contracting)
     if contracting != tuple(sorted(contracting)):
         return stored
-    weights, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
-    if reason is not None:
-        warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
-    return weights
+    return pack_weights(stored, contracting=contracting, num_batch=num_batch, recipe=recipe)
 
 
 def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:

@@ -6,7 +6,8 @@ with `gather` moves operands to a product: as codes, or before their cast.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray
 from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.quantize import find_tensor_scale
 from mx_jax.sharding.movement import (
     STAY,
     Gather,
@@ -39,9 +41,9 @@ from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 
 def stored(operand: AnyOperand) -> tuple[Part, ...]:
-    """Where an operand's type says that it lies; packed weights by their first array."""
+    """Where an operand's type says that it lies; packed weights lie whole."""
     if isinstance(operand, PackedMXArray):
-        return parts_of(PartitionSpec(*operand.partitions()), operand.ndim)
+        return ((),) * operand.ndim
     sharding = explicit_sharding(operand.codes if isinstance(operand, MXArray) else operand)
     return ((),) * operand.ndim if sharding is None else parts_of(sharding, operand.ndim)
 
@@ -55,15 +57,14 @@ def product_spec(
 ) -> PartitionSpec:
     """Where `jax.lax.dot_general` would have a product lie, by what types say of its operands.
 
-    Sums of packed weights that are cut along what is contracted lie on all of its devices, and so
-    do those of transformed operands, whose groups may end on another device.
+    Sums of transformed operands, whose groups may end on another device, lie on all of its devices.
 
     Raises:
       Exception: of JAX, as its own product does: an axis that both operands shard is contracted,
         and nothing says where the sum goes.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    is_summed = isinstance(rhs, PackedMXArray) or recipe.output.transform is not None
+    is_summed = recipe.output.transform is not None
     types = []
     for x, contracting in zip((lhs, rhs), dimension_numbers[0], strict=True):
         parts = stored(x)
@@ -91,24 +92,27 @@ def gathering(
         return recipe
     if not names and not is_unsplit():
         return recipe
-    contracting, batches = dimension_numbers
-    first_n = lhs.ndim - len(contracting[0])
-    parts = parts_of(out, first_n + rhs.ndim - len(contracting[0]) - len(batches[0]))
-    others = parts[first_n:], parts[len(batches[0]) : first_n]
-    lies = stored(lhs), stored(rhs)
-    # What both contract along the same mesh axis stays.
-    pairs = zip(*contracting, strict=True)
-    shared = {name for a, b in pairs for name in lies[0][a] if name in lies[1][b]}
+    from mx_jax.sharding import partition  # late: one device needs none
+
+    axes = []
+    for x, contracting, batch in zip((lhs, rhs), *dimension_numbers, strict=True):
+        kept = (axis for axis in range(x.ndim) if axis not in (*contracting, *batch))
+        axes.append(Axes(tuple(batch), tuple(kept), tuple(contracting)))
+    *of_operands, of_product = partition.product_factors(*axes)
+    pairs = zip(of_operands, (lhs, rhs), strict=True)
+    lies = [dict(zip(factors, stored(x), strict=True)) for factors, x in pairs]
+    sizes = dict(zip(chain(*of_operands), (*lhs.shape, *rhs.shape), strict=True))
+    wanted = dict(zip(of_product, parts_of(out, len(of_product)), strict=True))
+    devices = jax.sharding.get_abstract_mesh().shape
+    parts, _ = partition.split_product(devices, partition.Factors(sizes, {}), lies, wanted)
+    split = {name: factor for factor, part in parts.items() for name in part}
     moved, places = set[str](), []
-    # An operand moves where the product has a mesh axis from the other one.
-    for x, parts, batch, other in zip((lhs, rhs), lies, batches, others, strict=True):
-        along = {name for axis, part in enumerate(parts) if axis not in batch for name in part}
-        along &= {name for part in other for name in part} - shared
-        along = along & names if names else along
-        if isinstance(x, PackedMXArray):
-            along = set()
+    # An operand moves where a mesh axis splits what the other one alone has.
+    for where in lies:
+        mine = {*chain(*where.values())} & {*split}
+        along = {name for name in mine if split[name] not in where and name in (names or mine)}
         moved |= along
-        places.append(spec_of(parts) if along else None)
+        places.append(spec_of(tuple(where.values())) if along else None)
     left, right = places
     gather = Gather(tuple(sorted(moved)), lhs=left, rhs=right or PartitionSpec())
     return dataclasses.replace(recipe, gather=gather if moved else None)
@@ -141,22 +145,6 @@ def moves_of(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
     return moves
 
 
-class Placed(NamedTuple):
-    """An operand before its cast.
-
-    Attributes:
-      operand: gathered, if it moves before it is quantized.
-      move: how its codes move afterwards (`move_codes`); None: they stay.
-      key: for its random bits: inside shard_map another one on each device that has a part of it.
-      tensor_scale: of all of it, where a device sees a part alone; None: the cast finds it.
-    """
-
-    operand: Any
-    move: Movement | None
-    key: Key
-    tensor_scale: jax.Array | None = None
-
-
 def place(
     operand: AnyOperand,
     move: Movement | None,
@@ -164,38 +152,47 @@ def place(
     axes: Axes,
     key: Key,
     transform: Hadamard | None = None,
-) -> Placed:
+) -> tuple[Any, Movement | None, Key, jax.Array | None]:
     """An operand where it is to be quantized.
+
+    Returns:
+      The operand, gathered if it moves before its cast. How its codes move afterwards
+      (`move_codes`); None: they stay. A key for its random bits: inside shard_map another one on
+      each device that has a part of it. The tensor scale of all of it, where a device sees a part
+      alone; None: the cast finds it.
 
     Raises:
       ValueError: inside shard_map, a quantized operand of which a block lies on two devices.
     """
     if move is None or isinstance(operand, PackedMXArray):
-        return Placed(operand, None, key)
+        return operand, None, key, None
     if isinstance(operand, MXArray):
-        _check_stored(operand, move)
-        if move.keeps_blocks(operand.shape, operand.blocks):
-            operand = move.move_codes(operand)
-        return Placed(operand, None, key)
+        for axis in move.cut_axes(operand.shape, operand.blocks):
+            if names := [name for name in move.stored[axis] if name in move.manual]:
+                length, size = operand.shape[axis], dict(operand.blocks)[axis]
+                raise ValueError(
+                    f"gather: a block would lie on two devices along axis={axis % operand.ndim}, "
+                    f"got shard size={length} with block={size} of {operand.format.name} along "
+                    f"mesh axes={names}; pass dequantize(), or shard another axis"
+                )
+        return move.move_codes(operand), None, key, None
     if spec is None:
-        return Placed(move.move(operand), None, key)
+        return move.move(operand), None, key, None
     if spec.tensor_scale == "row" and move.manual:
         # Gathered codes cannot say of a device's one row that its scale is not that of all.
-        return Placed(move.move(operand), None, key)
-    blocks = axes.blocks(spec.format)
-    k = axes.block_axis
-    cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]
-    if cut and transform is None and not spec.scale_rule.reads_values:
-        names = [name for a, _ in blocks for name in move.stored[a] if name in move.manual]
-        operand = with_maxima(operand, blocks, cut[0], names)
-        return Placed(operand, dataclasses.replace(move, maxima=cut[0]), _folded(key, move))
-    whole = 1 if transform is None else transform.size
-    if not move.keeps_blocks(operand.shape, blocks) or (
-        move.shard(operand.shape)[k] % whole and move.stored[k]
-    ):
-        return Placed(move.move(operand), None, key)
+        return move.move(operand), None, key, None
+    blocks, k = axes.blocks(spec.format), axes.block_axis
+    cut = move.cut_axes(operand.shape, blocks)
+    whole = [axis for axis, size in blocks if size is WHOLE and axis in cut]
+    if whole and transform is None and not spec.scale_rule.reads_values:
+        names = [name for axis, _ in blocks for name in move.stored[axis] if name in move.manual]
+        operand = with_maxima(operand, blocks, whole[0], names)
+        return operand, dataclasses.replace(move, maxima=whole[0]), _folded(key, move), None
+    group = 1 if transform is None else transform.size
+    if cut or (move.shard(operand.shape)[k] % group and move.stored[k]):
+        return move.move(operand), None, key, None
     scale = agreed_scale(operand, spec, blocks, move.manual)
-    return Placed(operand, move, _folded(key, move), scale)
+    return operand, move, _folded(key, move), scale
 
 
 def _folded(key: Key, move: Movement) -> Key:
@@ -205,26 +202,10 @@ def _folded(key: Key, move: Movement) -> Key:
     return DerivedKey.of(key).fold_in(lax.axis_index(move.manual))
 
 
-def _check_stored(x: MXArray, move: Movement) -> None:
-    """Raise ValueError if a device of shard_map has a part of a block of a quantized operand."""
-    for axis, size in x.blocks:
-        names = [name for name in move.stored[axis] if name in move.manual]
-        length = x.shape[axis]
-        if not names or (isinstance(size, int) and length % size == 0):
-            continue
-        raise ValueError(
-            f"gather: a block would lie on two devices along axis={axis % x.ndim}, got shard "
-            f"size={length} with block={size} of {x.format.name} along mesh axes={names}; pass "
-            "dequantize(), or shard another axis"
-        )
-
-
 def agreed_scale(
     x: jax.Array, spec: OperandSpec, blocks: Blocks, axes: Sequence[str]
 ) -> jax.Array | None:
     """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
     if not axes or not spec.format.tensor_scale:
         return None
-    from mx_jax.backends.partition import agreed_scale as agreed  # late: one device needs none
-
-    return agreed(x, blocks, spec.scale_rule.largest_value(spec.format), axes)
+    return find_tensor_scale(x, blocks, spec.scale_rule.largest_value(spec.format), axes)

@@ -1,6 +1,7 @@
 """The meaning of quantize and dequantize, in plain jnp: every backend must match these bits."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -155,10 +156,12 @@ def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:
     return lax.expand_dims(lax.reduce_max(largest, (axis,)), (axis,))
 
 
-def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax.Array:
+def find_tensor_scale(
+    x: jax.Array, blocks: Blocks, largest_value: float, axis_names: Sequence[str] = ()
+) -> jax.Array:
     """`tensor_scale_of` of values in blocks."""
-    pieces, inside = block_shapes.split(x, blocks)
-    return tensor_scale_of(block_amax(pieces, inside), largest_value, x.ndim)
+    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
+    return tensor_scale_of(block_amax(pieces, inside), largest_value, x.ndim, tuple(axis_names))
 
 
 def find_row_scales(x: jax.Array, axes: Axes, blocks: Blocks, largest_value: float) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Side
 from mx_jax.codecs import blocks as block_shapes
@@ -27,13 +27,11 @@ from mx_jax.codecs.explicit_axes import Spec, partitions
 from mx_jax.formats import WHOLE, Whole, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import ArrayOfCodes, MXArray
-from mx_jax.packed import PackedMXArray, Quantized
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
 Part = tuple[str, ...]
 
 X = TypeVar("X", bound=jax.Array | ArrayOfCodes)
-Q = TypeVar("Q", bound=Quantized)
 
 
 def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
@@ -54,13 +52,6 @@ class Movement:
     stored: tuple[Part, ...]  # where it lies
     gathered: frozenset[str]
     maxima: int | None = None  # axis along which codes have the maxima of their blocks behind them
-
-    @property
-    def used(self) -> tuple[Part, ...]:
-        """Where the product multiplies it."""
-        return tuple(
-            tuple(name for name in part if name not in self.gathered) for part in self.stored
-        )
 
     def transposed(self, order: Sequence[int], inserted: int | None = None) -> "Movement":
         """The movement of an operand whose axes were permuted, and an axis of length one put in."""
@@ -84,33 +75,28 @@ class Movement:
             for length, part in zip(shape, self.stored, strict=True)
         )
 
-    def keeps_blocks(self, shape: tuple[int, ...], blocks: Blocks) -> bool:
-        """Whether no block has a part on one device and a part on another."""
-        shard = self.shard(shape)
-        for axis, size in blocks:
-            if not self.stored[axis]:
-                continue
-            whole = not isinstance(size, int)
-            if whole and set(self.stored[axis]) & set(self.manual):
-                return False
-            if not whole and shard[axis] % size:
-                return False
-        return True
+    def cut_axes(self, shape: tuple[int, ...], blocks: Blocks) -> list[int]:
+        """The axes along which a block has a part on one device and a part on another."""
+        shard, manual = self.shard(shape), set(self.manual)
+        return [
+            axis
+            for axis, size in blocks
+            if self.stored[axis]
+            and (shard[axis] % size if isinstance(size, int) else manual & set(self.stored[axis]))
+        ]
 
     def move(self, x: jax.Array) -> jax.Array:
         """An array with the operand's axes, gathered; axes of length one are whole already."""
-        x = all_gather(x, _within(self.stored, self.gathered & manual_axes()))
-        stored, used = (self._outside(parts, x.shape) for parts in (self.stored, self.used))
+        x = all_gather(x, self._by_shard_map())
+        stored, used = self._by_compiler(x.shape)
         if stored == used:
             return x
         mesh = jax.sharding.get_abstract_mesh()
-        pairs = list(zip(x.shape, stored, used, strict=True))
-        counts = (math.prod(mesh.shape[name] for name in part) for part in stored)
-        if all(part[: len(kept)] == kept for _, part, kept in pairs) and not any(
-            length % count for (length, *_), count in zip(pairs, counts, strict=True)
-        ):
+        counts = [math.prod(mesh.shape[name] for name in part) for part in stored]
+        is_even = not any(length % count for length, count in zip(x.shape, counts, strict=True))
+        if is_even and (gathered := gathered_parts(stored, used)):
             # XLA makes one of two equal ones, in both passes, and does not of constraints.
-            return _gathering(mesh, stored, used)(x)
+            return _gathering(mesh, stored, used, gathered)(x)
         # Said twice, or XLA might gather what x was made of.
         x = lax.with_sharding_constraint(x, spec_of(stored))
         return lax.with_sharding_constraint(x, spec_of(used))
@@ -135,22 +121,27 @@ class Movement:
 
     def move_back(self, cotangent: jax.Array) -> jax.Array:
         """A cotangent of what was gathered, summed and scattered to where the operand lies."""
-        manual = manual_axes()
-        for axis, part in enumerate(self.stored):
-            if names := tuple(name for name in part if name in self.gathered & manual):
+        for axis, names in enumerate(self._by_shard_map()):
+            if names:
                 cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=axis, tiled=True)
-        stored, used = (self._outside(parts, cotangent.shape) for parts in (self.stored, self.used))
+        stored, used = self._by_compiler(cotangent.shape)
         if stored == used:
             return cotangent
         return lax.with_sharding_constraint(cotangent, spec_of(stored))
 
-    def _outside(self, parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """Parts that are not shard_map's own, of an array that may be whole along some axes."""
+    def _by_shard_map(self) -> list[Part]:
+        """Along which mesh axes of shard_map each axis is gathered."""
+        return [tuple(name for name in part if name in self.manual) for part in self.stored]
+
+    def _by_compiler(self, shape: tuple[int, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """Where an array lies along other mesh axes, and where the product multiplies it."""
         manual = manual_axes()
-        return tuple(
+        stored = tuple(
             tuple(name for name in part if name not in manual) if length > 1 else ()
-            for part, length in zip(parts, shape, strict=True)
+            for part, length in zip(self.stored, shape, strict=True)
         )
+        used = tuple(tuple(name for name in part if name not in self.gathered) for part in stored)
+        return stored, used
 
 
 def all_gather(x: jax.Array, parts: Sequence[Part]) -> jax.Array:
@@ -161,20 +152,29 @@ def all_gather(x: jax.Array, parts: Sequence[Part]) -> jax.Array:
     return x
 
 
+def gathered_parts(stored: tuple[Part, ...], used: tuple[Part, ...]) -> tuple[Part, ...] | None:
+    """The mesh axes along which gathers alone bring an array to where it is used; None where there
+    is nothing to gather, or more to do."""
+    pairs = list(zip(stored, used, strict=True))
+    if any(part[: len(kept)] != kept for part, kept in pairs if part):
+        return None
+    moved = tuple(part[len(kept) :] for part, kept in pairs)
+    names, kept = ({name for part in parts for name in part} for parts in (moved, used))
+    return moved if names and not names & kept else None
+
+
 @functools.lru_cache(maxsize=4096)
 def _gathering(
-    mesh: AbstractMesh, stored: tuple[Part, ...], used: tuple[Part, ...]
+    mesh: AbstractMesh,
+    stored: tuple[Part, ...],
+    used: tuple[Part, ...],
+    gathered: tuple[Part, ...],
 ) -> Callable[..., jax.Array]:
-    """A function that gathers an array of automatic axes along those that are not in `used`."""
+    """A function that gathers an array of automatic axes."""
     names = {name for part in stored for name in part}
-    moved = [part[len(kept) :] for part, kept in zip(stored, used, strict=True)]
     specs: Any = dict(in_specs=spec_of(stored), out_specs=spec_of(used), axis_names=names)
-    run = functools.partial(all_gather, parts=moved)
+    run = functools.partial(all_gather, parts=gathered)
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
-
-
-def _within(parts: Sequence[Part], names: Collection[str]) -> tuple[Part, ...]:
-    return tuple(tuple(name for name in part if name in names) for part in parts)
 
 
 # How both operands of a product move; None: not at all.
@@ -215,7 +215,7 @@ def moved_packed(
     bits: int,
     move: Callable[[jax.Array], jax.Array],
     sizes: Sequence[int],
-    avoided: Collection[int] = (),
+    avoided: Collection[int],
 ) -> jax.Array:
     """Codes moved at their real width, if a device has whole bytes of them along some axis."""
     # `sizes`: of each axis, as many codes as whole bytes may be made of. Axes that are `avoided`
@@ -414,17 +414,17 @@ def spec_for(
     return Specs(codes, spec_of(scales), spec_of(each) if format.tensor_scale else None)
 
 
-def device_put(x: Q, sharding: NamedSharding) -> Q:
-    """`jax.device_put` of an MXArray or packed weights, their parts where the values are to lie.
+def device_put(x: MXArray, sharding: NamedSharding) -> MXArray:
+    """`jax.device_put` of an MXArray, its parts where the values are to lie.
 
     Args:
-      x: quantized; packed weights are cut by whole tiles, and along k packed anew in parts.
+      x: quantized.
       sharding: of its values.
 
     Raises:
-      ValueError: a shard that would have a part of a block or tile; the message names axis, shard
-        size, block and remedy.
-      TypeError: no MXArray or packed weights, or no NamedSharding.
+      ValueError: a shard that would have a part of a block; the message names axis, shard size,
+        block and remedy.
+      TypeError: no MXArray, or no NamedSharding.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -433,9 +433,6 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
       >>> mx_jax.sharding.device_put(mx_jax.quantize(jnp.ones((64, 32)), "mxfp4"), place).shape
       (64, 32)
     """
-    if isinstance(x, PackedMXArray) and isinstance(sharding, NamedSharding):
-        placed: Any = put_packed(x, sharding)
-        return placed
     if not isinstance(x, MXArray) or not isinstance(sharding, NamedSharding):
         raise TypeError(
             "device_put: needs an MXArray and a NamedSharding, got "
@@ -444,7 +441,7 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
     parts = parts_of(sharding, x.ndim)
     for axis, size in x.blocks:
         length, part = x.shape[axis], parts[axis]
-        devices = _devices(sharding.mesh, part)
+        devices = math.prod(sharding.mesh.shape[name] for name in part)
         if devices == 1 or not isinstance(size, int) or length % (devices * size) == 0:
             continue
         whole = f"along mesh axes whose devices divide {length // size} blocks evenly"
@@ -463,74 +460,10 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
         )
         return jax.device_put(array, NamedSharding(sharding.mesh, spec_of(lies)))
 
-    moved: Any = dataclasses.replace(
+    return dataclasses.replace(
         x,
         codes=put(x.codes),
         scales=put(x.scales),
         tensor_scale=None if x.tensor_scale is None else put(x.tensor_scale),
         primal=None,
     )
-    return moved
-
-
-def put_packed(x: PackedMXArray, sharding: NamedSharding) -> PackedMXArray:
-    """Packed weights placed as their values are to lie; cut along k, they are packed anew."""
-    if (reason := why_not_cut(x, sharding)) is not None:
-        raise ValueError(f"device_put: {reason}")
-    parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
-    if x.layout.cut is None:
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-    cut = x.layout.cut(x)
-    if (k := _devices(mesh, parts[x.first_k])) != cut.parts:
-        x = cut.in_parts(x, k)
-        assert x.layout.cut is not None
-        cut = x.layout.cut(x)
-    lies: dict[Any, Part] = {"n": parts[x.first_kept], "k": parts[x.first_k]}
-    lies |= {axis: parts[axis] for axis in range(len(x.batch))}
-    leaves, tree = jax.tree.flatten(x)
-    placed = [
-        jax.device_put(leaf, NamedSharding(mesh, spec_of([lies.get(axis, ()) for axis in counts])))
-        for leaf, counts in zip(leaves, cut.arrays, strict=True)
-    ]
-    return jax.tree.unflatten(tree, placed)
-
-
-def why_not_cut(x: PackedMXArray, sharding: NamedSharding) -> str | None:
-    """Why packed weights cannot lie where their values are to lie; None: they can."""
-    parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
-    devices = [_devices(mesh, part) for part in parts]
-    may = {*range(len(x.batch)), x.first_kept, x.first_k} if x.layout.cut else set[int]()
-    whole = [axis for axis, number in enumerate(devices) if number > 1 and axis not in may]
-    if whole:
-        return (
-            f"packed weights cannot be cut along axis={whole[0]}, got {x!r} with sharding="
-            f"{sharding.spec}; shard the first of the kept or contracted axes of weights packed "
-            "for CPUs, or the MXArray"
-        )
-    if x.layout.cut is None:
-        return None
-    ((_, block),) = x.blocks
-    axis, rows, tile = x.first_kept, math.prod(x.kept), x.layout.cut(x).rows
-    number = devices[axis]
-    if number > 1 and (x.kept[0] % number or rows % (number * tile)):
-        return (
-            f"every shard needs whole tiles of packed weights along axis={axis}, got shard size="
-            f"{rows / number:g} ({rows} rows over {number} devices, mesh axes={parts[axis]}) with "
-            f"tiles of {tile} rows, {x!r}; shard another axis, or along mesh axes that "
-            f"{-(-rows // tile)} tiles divide by, or the MXArray"
-        )
-    axis, first = x.first_k, x.k[0]
-    number = devices[axis]
-    size = first / number
-    in_blocks = len(x.k) > 1 or (isinstance(block, int) and size % block == 0)
-    if number > 1 and (first % number or not in_blocks):
-        return (
-            f"every shard needs whole blocks along axis={axis}, got shard size={size:g} ({first} "
-            f"over {number} devices, mesh axes={parts[axis]}) with block={block} of {x!r}; shard "
-            "another axis, or along mesh axes that its blocks divide by"
-        )
-    return None
-
-
-def _devices(mesh: Mesh | AbstractMesh, part: Part) -> int:
-    return math.prod(mesh.shape[name] for name in part)

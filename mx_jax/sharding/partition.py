@@ -18,24 +18,25 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from mx_jax.axes import Axes
 from mx_jax.sharding.movement import Part, spec_of
 
 Shape = tuple[int, ...]
 
 
-class Axis(NamedTuple):
-    """What an axis of an array counts: `entries` for each `unit` positions of a factor.
+class FactorAxis(NamedTuple):
+    """What an axis of an array counts: positions of a factor, or blocks of `unit` positions.
 
-    Factors are axes of the operation, such as "m0"; those that begin with "k" are summed over.
+    Factors are axes of the operation, such as "m0"; those that begin with "k" are summed over. A
+    factor that is no multiple of its unit cannot be divided.
     """
 
     factor: str
     unit: int = 1
-    entries: int = 1
 
 
 # What devices may split of an array; None: that axis stays whole.
-ArrayAxes = tuple[Axis | None, ...]
+ArrayAxes = tuple[FactorAxis | None, ...]
 
 
 def axes_like(
@@ -43,13 +44,10 @@ def axes_like(
 ) -> ArrayAxes:
     """The axes of an array, such as scales: an entry a position of `whole`, a block, or in all."""
 
-    def axis(length: int, size: int, factor: str, block: int | None) -> Axis | None:
+    def axis(length: int, size: int, factor: str, block: int | None) -> FactorAxis | None:
         if length == size:
-            return Axis(factor)
-        if block is None or length != -(-size // block):
-            return None
-        # With a partial last block the axis cannot be divided.
-        return Axis(factor, size, length) if size % block else Axis(factor, block)
+            return FactorAxis(factor)
+        return None if block is None or length != -(-size // block) else FactorAxis(factor, block)
 
     return tuple(map(axis, shape, whole, factors, blocks))
 
@@ -83,9 +81,71 @@ class Factors(NamedTuple):
             if axis is not None:
                 units[axis.factor] = math.lcm(units.get(axis.factor, 1), axis.unit)
         for axis, length in zip(itertools.chain(*operands), itertools.chain(*shapes), strict=True):
-            if axis is not None:
-                sizes[axis.factor] = length * axis.unit // axis.entries
+            if axis is not None and axis.unit == 1:
+                sizes[axis.factor] = length
         return cls(sizes, units)
+
+
+def product_factors(lhs: Axes, rhs: Axes) -> tuple[tuple[str, ...], ...]:
+    """The factors of both operands' axes and of their product's: "b" of a batch, "m" and "n" of
+    what each keeps, "k" of what is contracted."""
+
+    def named(axes: Axes, kept: str) -> tuple[str, ...]:
+        groups = (("b", axes.batch), (kept, axes.kept), ("k", axes.contracting))
+        names = {axis: f"{name}{i}" for name, group in groups for i, axis in enumerate(group)}
+        return tuple(names[axis] for axis in range(axes.ndim))
+
+    left, right = named(lhs, "m"), named(rhs, "n")
+    of_product = [("b", lhs.batch), ("m", lhs.kept), ("n", rhs.kept)]
+    return (
+        left,
+        right,
+        tuple(f"{name}{i}" for name, group in of_product for i, _ in enumerate(group)),
+    )
+
+
+def split_product(
+    devices: Mapping[str, int],
+    factors: Factors,
+    operands: Sequence[Mapping[str, Part]],
+    product: Mapping[str, Part],
+) -> tuple[dict[str, Part], dict[str, Part]]:
+    """The mesh axes that split each factor of a product, by where its arrays lie; and for axes of
+    the product those along which its sums are scattered.
+
+    An operand is gathered only along mesh axes that the product has from the other one, as for
+    `jax.lax.dot_general`.
+    """
+    owners = [
+        {name: factor for factor, part in lies.items() for name in part}
+        for lies in (*operands, product)
+    ]
+    # In the order that the product has, or else an operand.
+    lies = [name for operand in operands for part in operand.values() for name in part]
+    order = dict.fromkeys([*owners[2], *lies])
+    parts: dict[str, Part] = dict.fromkeys(factors.sizes, ())
+    scattered: dict[str, Part] = {}
+    for name in order:
+        lhs, rhs, out = (owner.get(name) for owner in owners)
+        # What both operands split alike, else what one of them keeps.
+        kept = [factor for factor in (out, lhs, rhs) if factor is not None and factor[0] != "k"]
+        factor = lhs if lhs is not None and lhs == rhs else (*kept, lhs or rhs)[0]
+        assert factor is not None
+        wider = (*parts.get(factor, ()), name)
+        each = math.prod(devices[axis] for axis in wider) * factors.units.get(factor, 1)
+        if factor not in factors.sizes or factors.sizes[factor] % each:
+            continue
+        parts[factor] = wider
+        if factor[0] == "k" and out in parts:
+            scattered[out] = (*scattered.get(out, ()), name)
+    # What is contracted lies as it does in an operand: in another order, all of it would move.
+    for factor, part in parts.items():
+        if factor[0] == "k":
+            parts[factor] = tuple(sorted(part, key=lies.index))
+    for factor, part in list(scattered.items()):
+        if factors.sizes[factor] % math.prod(devices[axis] for axis in (*parts[factor], *part)):
+            del scattered[factor]
+    return parts, scattered
 
 
 class Division(NamedTuple):
@@ -144,7 +204,7 @@ class Split:
 
     def all_axes(self, shapes: Sequence[Shape]) -> tuple[list[ArrayAxes], list[ArrayAxes]]:
         """The axes of operands and results, with those of batches."""
-        every = [Axis(f"v{number}") for number in reversed(range(len(self.batches)))]
+        every = [FactorAxis(f"v{number}") for number in reversed(range(len(self.batches)))]
         batches = [
             [axis for axis, batched in zip(every, self.batches[::-1], strict=True) if batched[leaf]]
             for leaf in range(len(shapes))
@@ -192,7 +252,7 @@ def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
         places = (NamedSharding(mesh, PartitionSpec(None)), *place(mesh, division.operands))
         return mesh, run, place(mesh, division.results), places
 
-    rule, summed, sizes = sharding_rule(operands, results, factors)
+    rule, summed, sizes = shardy_rule(operands, results, factors)
     partitioned: Any = custom_partitioning(lambda name, *leaves: split.mapped(split.run)(*leaves))
     partitioned.def_partition(
         partition=partition,
@@ -215,7 +275,7 @@ def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
     return operation
 
 
-def sharding_rule(
+def shardy_rule(
     operands: Sequence[ArrayAxes], results: Sequence[ArrayAxes], factors: Factors
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """Shardy's rule, the factors that are summed over, and sizes of factors below an axis."""
@@ -226,13 +286,13 @@ def sharding_rule(
     summed: dict[str, None] = {}
     alone = itertools.count()
 
-    def word(axis: Axis | None) -> str:
+    def word(axis: FactorAxis | None) -> str:
         if axis is None or (axis.factor not in shared and axis.unit > 1):
             return f"alone{next(alone)}"
         names = [axis.factor]
         entries = 1
         if axis.factor in shared:
-            entries = factors.units[axis.factor] // axis.unit * axis.entries
+            entries = factors.units[axis.factor] // axis.unit
         if entries > 1:
             names.append(f"{axis.factor}_{entries}")
             sizes[names[-1]] = entries

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import Call, MatmulCall
 from mx_jax.backends.cpu_ffi import CPU_FFI
-from mx_jax.backends.pallas_gpu.rejections import rejects_machine
+from mx_jax.backends.pallas_gpu.tiles import rejects_machine
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import (
     BACKENDS,

@@ -57,7 +57,7 @@ PUBLIC = {
         sqnr_db
     """,
     "mx_jax.sharding": """
-        Dispatched Gather Specs all_to_all device_put dispatch ppermute spec_for
+        Dispatched Gather Specs device_put dispatch spec_for
     """,
     "mx_jax.testing": """
         target

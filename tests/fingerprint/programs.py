@@ -484,15 +484,6 @@ def _ragged_mesh() -> Program:
     return on_mesh(run, (*arrays, sizes), (*specs, P()), (specs[2], *specs[:2]))
 
 
-@rows(["columns", "rows"], "mesh, packed: mxfp4")
-def _packed_mesh(part: str) -> Program:
-    x, w, _ = operands(4, 256, 128)
-    w = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
-    specs = (P(), P(None, "a")) if part == "columns" else (P(None, "a"), P("a"))
-    run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
-    return on_mesh(run, (x, w), specs)
-
-
 @row("mesh, linen.Dense, FSDP: mxfp8")
 def _dense_mesh() -> Program:
     layer = mx_jax.nn.linen.Dense(128, recipe="mxfp8", use_bias=False)

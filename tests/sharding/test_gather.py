@@ -120,7 +120,8 @@ def test_parts_of_a_kernel_draw_different_bits():
 
 
 def test_blocks_between_devices():
-    """Sixteen rows a device, blocks of 32: values are gathered; stored codes are refused."""
+    """Sixteen rows a device, blocks of 32: values are gathered, stored codes as codes, but inside
+    shard_map."""
     x, w = ARRAYS[0][:, :64], ARRAYS[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
@@ -130,6 +131,10 @@ def test_blocks_between_devices():
     check([actual], [expected])
     np.testing.assert_allclose(on_shards(MXFP4, P("fsdp"), x, w), expected, rtol=1e-6)
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    of_codes: Any = lambda x, codes: run(x, dataclasses.replace(stored, codes=codes))  # noqa: E731
+    text, actual = compiled(of_codes, mesh_of(AxisType.Auto), (x, stored.codes), (P(), P("fsdp")))
+    assert gathered(text) == gathered(text, "u8") == w.size // 2
+    check([actual], [quick(run)(x, stored)])
     part = dataclasses.replace(stored, codes=stored.codes[:16], scales=stored.scales[:1])
     local = jax.shard_map(
         lambda x: mx_jax.matmul(x, part, recipe=recipe),

@@ -9,7 +9,6 @@ each tile of a group's rows by the one matrix that is its group's.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -279,8 +278,6 @@ def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     """The product by packed weights, by the handler."""
     if rhs.layout == weights.ROWS:
         return _by_rows(call, lhs, rhs)
-    if rhs.layout.parts is not None:
-        return _by_parts(call, lhs, rhs)
     left, (element, scale) = _matrices(lhs, call.lhs.axes, "lhs"), weights.names(rhs.format)
     panels = (rhs.arrays.bytes, f"*r n/{weights.PANEL_ROWS} bytes")
     (product,) = handler.call(
@@ -292,37 +289,6 @@ def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
         sizes={"n": math.prod(rhs.kept)},
     )
     return product.reshape(*product.shape[:-1], *rhs.kept)
-
-
-def _by_parts(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
-    """The product by weights in parts of k: the sum of those by each part."""
-    parts, axis = rhs.arrays.bytes.shape[-3], call.lhs.axes.contracting[0]
-
-    def product(part: int) -> jax.Array:
-        def cut(x: jax.Array) -> jax.Array:
-            size = x.shape[axis] // parts
-            return lax.slice_in_dim(x, part * size, (part + 1) * size, axis=axis)
-
-        if isinstance(lhs, MXArray):
-            codes, scales = cut(lhs.codes), cut(lhs.scales)
-            left = dataclasses.replace(lhs, codes=codes, scales=scales, primal=None)
-        else:
-            left = cut(lhs)
-        right = dataclasses.replace(
-            rhs,
-            layout=weights.PANELS,
-            k=(rhs.k[0] // parts, *rhs.k[1:]),
-            arrays=dataclasses.replace(rhs.arrays, bytes=rhs.arrays.bytes[..., part, :, :]),
-        )
-        of_part = dataclasses.replace(
-            call,
-            lhs=OperandType.of(left, call.lhs.axes),
-            rhs=OperandType.of(right, call.rhs.axes),
-            out_dtype=np.dtype(np.float32),
-        )
-        return _by_packed(of_part, left, right)
-
-    return functools.reduce(jnp.add, map(product, range(parts))).astype(call.out_dtype)
 
 
 def _by_rows(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:

@@ -2,8 +2,7 @@
 
 A product of few rows, as in decoding, is bound by reading its weights. Packed, codes take the bits
 of their format, and every instruction set reads them in one stream: panels of 32 rows with all of
-k. Weights that devices share along k are packed in as many parts, whose products are added in
-float32. Float8 under scales that are whole along k is packed as MXFP8 under scales of one, for
+k. Float8 under scales that are whole along k is packed as MXFP8 under scales of one, for
 `x @ w = (x @ codes) / scale`.
 """
 
@@ -16,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.axes import Axes
-from mx_jax.backends.calls import OperandType, PackCall
+from mx_jax.backends.calls import PackCall
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.sums import rejects_scale_axes
 from mx_jax.formats import E4M3_SCALE, E8M0, MX_FORMATS, MXFP8_E4M3, MXFP8_E5M2, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element, known_scale
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import Cut, Layout, PackedMXArray
+from mx_jax.packed import Layout, PackedMXArray
 
 # Formats ------------------------------------------------------------------------------------------
 
@@ -152,34 +150,16 @@ def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     return rows.reshape(*indices.shape, packed.k[0])
 
 
-def local(packed: PackedMXArray) -> PackedMXArray:
-    """The weights that one device's panels are, and of parts of k those that it has."""
-    layout, rows = packed.layout, math.prod(packed.kept)
-    here, whole = packed.arrays.bytes.shape[-2], -(-rows // PANEL_ROWS)
-    kept, k, shares = packed.kept, packed.k, whole // max(here, 1)
-    if here != whole:
-        if here * shares != whole or rows % (PANEL_ROWS * shares) or kept[0] % shares:
-            raise ValueError(
-                f"matmul: every shard needs whole tiles of packed weights, got {packed!r} with "
-                f"{here} tiles of {PANEL_ROWS} rows on a device of shard_map, {whole} in all, for "
-                f"{rows} rows; cut them as sharding.device_put does, or pack each part"
-            )
-        kept = (kept[0] // shares, *kept[1:])
-    if layout.parts is not None and (parts := packed.arrays.bytes.shape[-3]) != layout.parts:
-        k = (k[0] * parts // layout.parts, *k[1:])
-        layout = dataclasses.replace(layout, parts=parts)
-    return dataclasses.replace(packed, kept=kept, k=k, layout=layout)
-
-
-def cut(packed: PackedMXArray) -> Cut:
-    """How devices may cut panels: between them, and between parts of k."""
-    batch = tuple(range(len(packed.batch)))
-    is_whole = packed.layout.parts is None
-    arrays = [(*batch, *(() if is_whole else ("k",)), "n", None)]
-    if packed.arrays.tensor_scale is not None:
-        arrays.append(batch)
-    parts = 1 if is_whole else packed.arrays.bytes.shape[-3]
-    return Cut(arrays=tuple(arrays), rows=PANEL_ROWS, parts=parts, in_parts=in_parts)
+def check(packed: PackedMXArray) -> None:
+    """Raise ValueError unless the panels are all of the weights."""
+    panels = getattr(packed.arrays, "panels", packed.arrays)
+    rows, tiles = math.prod(packed.kept), panels.bytes.shape[-2]
+    if tiles != -(-rows // PANEL_ROWS):
+        raise ValueError(
+            f"matmul: packed weights are not cut, got {packed!r} with {tiles} tiles of "
+            f"{PANEL_ROWS} rows for {rows}, as shard_map cuts them; shard the MXArray, or pack "
+            "each part"
+        )
 
 
 PANELS = Layout(
@@ -187,75 +167,7 @@ PANELS = Layout(
     batch=lambda panels: panels.bytes.shape[:-2],
     unpack=unpack_panels,
     take=take,
-    cut=cut,
-    local=local,
-)
-
-
-# Parts of k ---------------------------------------------------------------------------------------
-
-
-def in_parts(packed: PackedMXArray, number: int) -> PackedMXArray:
-    """The same weights with k in so many parts, so that devices can share it."""
-    whole, batch, axis = packed.unpack(), len(packed.batch), packed.first_k
-
-    def apart(x: jax.Array) -> jax.Array:
-        """Parts as a batch behind those that there are."""
-        x = x.reshape(*x.shape[:axis], number, x.shape[axis] // number, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, batch)
-
-    scale = whole.tensor_scale
-    weights = dataclasses.replace(
-        whole,
-        codes=apart(whole.codes),
-        scales=apart(whole.scales),
-        tensor_scale=None if scale is None else jnp.expand_dims(scale, batch),
-    )
-    axes = Axes.ordered(
-        batch=batch + 1, kept=len(packed.kept), contracting=len(packed.k), k_first=packed.k_first
-    )
-    operand = OperandType.of(weights, axes)
-    call = PackCall(weights=operand, blocks=weights.blocks, dtype=packed.dtype)
-    arrays = dataclasses.replace(packed.arrays, bytes=pack(weights, call).arrays.bytes)
-    layout = dataclasses.replace(PARTS, parts=number)
-    return dataclasses.replace(packed, arrays=arrays, layout=layout)
-
-
-def unpack_parts(packed: PackedMXArray) -> MXArray:
-    """The weights that parts were made of."""
-    (*batch, parts, _, _), scale = packed.arrays.bytes.shape, packed.arrays.tensor_scale
-    if scale is not None:
-        scale = jnp.broadcast_to(scale[..., None], (*batch, parts))
-    each = unpack_panels(
-        dataclasses.replace(
-            packed,
-            k=(packed.k[0] // parts, *packed.k[1:]),
-            arrays=Panels(bytes=packed.arrays.bytes, tensor_scale=scale),
-        )
-    )
-
-    def together(x: jax.Array) -> jax.Array:
-        axis = packed.first_k
-        x = jnp.moveaxis(x, len(batch), axis)
-        length = x.shape[axis] * x.shape[axis + 1]
-        return x.reshape(*x.shape[:axis], length, *x.shape[axis + 2 :])
-
-    scale = each.tensor_scale
-    return dataclasses.replace(
-        each,
-        codes=together(each.codes),
-        scales=together(each.scales),
-        tensor_scale=None if scale is None else lax.index_in_dim(scale, 0, len(batch), False),
-    )
-
-
-PARTS = Layout(
-    backend="cpu_ffi",
-    batch=lambda panels: panels.bytes.shape[:-3],
-    unpack=unpack_parts,
-    cut=cut,
-    local=local,
-    parts=1,
+    check=check,
 )
 
 
@@ -313,24 +225,12 @@ def take_rows(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     )
 
 
-def local_rows(packed: PackedMXArray) -> PackedMXArray:
-    """The same, which no device has a part of."""
-    rows, tiles = math.prod(packed.kept), packed.arrays.panels.bytes.shape[-2]
-    if tiles != -(-rows // PANEL_ROWS):
-        raise ValueError(
-            f"matmul: packed weights of this layout are not cut, got {packed!r} with {tiles} tiles "
-            f"of {PANEL_ROWS} rows for {rows}, as shard_map cuts them; shard the MXArray, "
-            "or pack each part"
-        )
-    return packed
-
-
 ROWS = Layout(
     backend="cpu_ffi",
     batch=lambda rows: rows.panels.bytes.shape[:-2],
     unpack=unpack_rows,
     take=take_rows,
-    local=local_rows,
+    check=check,
 )
 
 

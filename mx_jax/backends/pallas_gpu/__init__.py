@@ -11,7 +11,7 @@ from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
 from mx_jax.backends.target import Backend, Late, Offer, Target
 
-_products, _rejections = (Late(f"{__name__}.{name}") for name in ("products", "rejections"))
+_products, _tiles = (Late(f"{__name__}.{name}") for name in ("products", "tiles"))
 
 
 def backend_for(interpret: object = None) -> Backend:
@@ -27,7 +27,7 @@ def backend_for(interpret: object = None) -> Backend:
         def reason(call: Call, target: Target) -> str | None:
             if target.platform != "cuda":
                 return f"runs on platform=cuda, got platform={target.platform}"
-            rejection = rejects_symbolic(call) or getattr(_rejections, rejects)(call, target)
+            rejection = rejects_symbolic(call) or getattr(_tiles, rejects)(call, target)
             # Packing is plain JAX.
             if rejection or isinstance(call, calls.PackCall) or target.num_devices == 1:
                 return rejection
