@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,14 +13,15 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsage]
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from numpy.typing import DTypeLike
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
-from mx_jax.codecs.lowering import platform_dependent
+from mx_jax.codecs.explicit_axes import has_explicit_axes, result_aval, vary_alike
+from mx_jax.codecs.lowering import eager, lowering, register_lowering
 from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
 from mx_jax.formats.removed import whereabouts
@@ -295,46 +296,6 @@ class MXArray(ArrayOfCodes):
 # As a pytree ------------------------------------------------------------------------------------
 
 
-# Where JAX asks for an array without a word, the values are one equation: a rewriter of the
-# program (`mx_jax.convert`) may have a product take the codes instead.
-values_p = Primitive("mx_values")
-
-
-def values(x: ArrayOfCodes) -> jax.Array:
-    """The values of an array of codes, by one equation of its arrays."""
-    arrays, tree = jax.tree.flatten(x)
-    return values_p.bind(*arrays, tree=tree)
-
-
-def _values_of(*arrays: jax.Array, tree: object) -> jax.Array:
-    x = jax.tree.unflatten(tree, arrays)
-    x.warn_of_values()
-    return x.dequantize()
-
-
-def _shape_of_values(*arrays: ShapedArray, tree: object) -> ShapedArray:
-    def run(*arrays: jax.Array) -> jax.Array:
-        return jax.tree.unflatten(tree, arrays).dequantize()
-
-    avals: Any = jax.make_jaxpr(run)(*arrays).out_avals
-    return avals[0]
-
-
-def _stacked_values(arrays: Sequence[Any], axes: Sequence[Any], *, tree: object) -> Any:
-    (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
-    stacks = (batching.bdim_at_front(x, axis, size) for x, axis in zip(arrays, axes, strict=True))
-    return values_p.bind(*stacks, tree=tree), 0
-
-
-values_p.def_impl(jax.jit(_values_of, static_argnames="tree"))
-values_p.def_abstract_eval(_shape_of_values)
-ad.primitive_jvps[values_p] = lambda arrays, tangents, *, tree: jax.jvp(
-    functools.partial(_values_of, tree=tree), arrays, tuple(map(ad.instantiate_zeros, tangents))
-)
-batching.primitive_batchers[values_p] = _stacked_values
-mlir.register_lowering(values_p, mlir.lower_fun(_values_of, multiple_results=False))
-
-
 def unlinked(x: X) -> X:
     """x without the value that its codes were made of: no gradient passes."""
     result: Any = x
@@ -392,6 +353,66 @@ def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> MXArray:
 jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
 
 
+# Values -----------------------------------------------------------------------------------------
+
+
+def _equation(name: str, compute: Callable[..., jax.Array]) -> Any:
+    """A primitive for values of an array of codes, whose operations depend on where it is
+    lowered."""
+
+    def run(*arrays: jax.Array, tree: Any, **how: Any) -> jax.Array:
+        return compute(jax.tree.unflatten(tree, arrays), **how)
+
+    def type_of(*types: ShapedArray, tree: Any, **how: Any) -> ShapedArray:
+        if has_explicit_axes():
+            avals: Any = jax.make_jaxpr(functools.partial(run, tree=tree, **how))(*types).out_avals
+            return avals[0]
+        return result_aval(types[0], jax.tree.unflatten(tree, types).shape, how["dtype"])
+
+    def derivative(arrays: Sequence[Any], tangents: object, **how: Any) -> Any:
+        # By codes and by scales there is none; a straight-through gradient is linked outside.
+        result = p.bind(*arrays, **how)
+        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+
+    def stacked(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> Any:
+        # Blocks are counted from the end: a batch is an axis more in front.
+        pairs = [*zip(arrays, axes, strict=True)]
+        (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
+        stacks = (batching.bdim_at_front(x, axis, size) for x, axis in pairs)
+        return p.bind(*stacks, **how), 0
+
+    p: Any = Primitive(name)
+    p.is_high = lambda *types, **params: False
+    p.def_impl(functools.partial(eager, p))
+    p.def_abstract_eval(type_of)
+    ad.primitive_jvps[p] = derivative
+    batching.primitive_batchers[p] = stacked
+    register_lowering(p, run)
+    return p
+
+
+def _values_of(x: ArrayOfCodes, dtype: np.dtype) -> jax.Array:
+    x.warn_of_values()
+    return x.dequantize(dtype)
+
+
+# Where JAX asks for an array without a word: a rewriter of the program (`mx_jax.convert`) may have
+# a product take the codes instead.
+values_p = _equation("mx_values", _values_of)
+
+
+def _bind(p: Any, x: ArrayOfCodes, **how: Any) -> jax.Array:
+    arrays, tree = jax.tree.flatten(x)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        arrays = vary_alike(arrays)
+    return p.bind(*arrays, tree=tree, **how)
+
+
+def values(x: ArrayOfCodes) -> jax.Array:
+    """The values of an array of codes, by one equation of its arrays."""
+    return _bind(values_p, x, dtype=x.dtype)
+
+
 # One program, also where nothing is traced: operation by operation it would be dozens of them for
 # every new shape.
 @functools.partial(
@@ -418,7 +439,15 @@ def decode(
     Returns:
       An array of the logical shape.
     """
-    dtype = jnp.dtype(dtype)
+    if lowering.value.platform is not None:
+        return _decoded(x, jnp.dtype(dtype), exponent, saturates, lifted)
+    how: Any = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
+    return _bind(_decode_p, x, dtype=jnp.dtype(dtype), **how)
+
+
+def _decoded(
+    x: MXArray, dtype: np.dtype, exponent: int, saturates: bool, lifted: bool
+) -> jax.Array:
     saturates = saturates and x.format.scale.kind == "exponent"
 
     def in_integers(x: MXArray) -> jax.Array:
@@ -444,9 +473,13 @@ def decode(
         by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
         return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
 
-    if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
-        return in_integers(x)
-    return platform_dependent(x, tpu=on_tpus, default=in_integers)
+    large = saturates and dtype == jnp.float16
+    by_products = lowering.value.platform == "tpu" and not large
+    by_products = by_products and scale_codec.may_decode_normal(x, exponent)
+    return on_tpus(x) if by_products else in_integers(x)
+
+
+_decode_p = _equation("mx_dequantize", _decoded)
 
 
 # No element times the largest scale reaches 2^(128 + 16).

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.xla import block_values
@@ -128,3 +129,37 @@ def test_every_stored_scale_on_tpus(name: str):
         wanted = np.ldexp(elements, scales[:, :1].astype(int) - 129).astype(np.float32)
     wanted[255] = np.nan
     np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_values_are_one_equation_that_knows_where_it_runs(implicit: bool):
+    """Of a TPU alone the scales decide how it decodes; devices that share codes decode alike.
+    float64 comes of tracing inside of `enable_x64`."""
+    x = mx_jax.quantize(jnp.ones((4, 64, 32), jnp.bfloat16), "mxfp8")
+    function = jnp.asarray if implicit else MXArray.dequantize
+    (equation,) = jax.make_jaxpr(function)(x).eqns
+    assert equation.primitive.name == ("mx_values" if implicit else "mx_dequantize")
+
+    def branches(run: Any, platform: str, *arguments: Any) -> int:
+        return (
+            jax.jit(run)
+            .trace(*arguments)
+            .lower(lowering_platforms=(platform,))
+            .as_text()
+            .count("stablehlo.case")
+        )
+
+    assert branches(function, "cpu", x) == 0
+    assert branches(function, "tpu", x) == branches(jax.vmap(function), "tpu", x) == 2
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    place, spec = NamedSharding(mesh, PartitionSpec("a")), PartitionSpec("a")
+    shared = jax.device_put(x, place)
+    assert branches(function, "tpu", shared) == 0
+    below = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert branches(below, "tpu", shared) == 2
+
+    def wide(x: MXArray) -> jax.Array:
+        with jax.enable_x64(True):
+            return x.dequantize(np.float64).astype(np.float32)
+
+    assert_bitwise_equal(jax.jit(wide)(x), x.dequantize(np.float32))
