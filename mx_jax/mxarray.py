@@ -21,7 +21,7 @@ from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
 from mx_jax.codecs.explicit_axes import has_explicit_axes, result_aval, vary_alike
-from mx_jax.codecs.lowering import eager, lowering, register_lowering
+from mx_jax.codecs.lowering import register_lowering
 from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
 from mx_jax.formats.removed import whereabouts
@@ -356,6 +356,9 @@ jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten,
 # Values -----------------------------------------------------------------------------------------
 
 
+_HOW = ("dtype", "exponent", "saturates", "lifted")
+
+
 def _equation(name: str, compute: Callable[..., jax.Array]) -> Any:
     """A primitive for values of an array of codes, whose operations depend on where it is
     lowered."""
@@ -383,7 +386,7 @@ def _equation(name: str, compute: Callable[..., jax.Array]) -> Any:
 
     p: Any = Primitive(name)
     p.is_high = lambda *types, **params: False
-    p.def_impl(functools.partial(eager, p))
+    p.def_impl(jax.jit(run, static_argnames=("tree", *_HOW)))
     p.def_abstract_eval(type_of)
     ad.primitive_jvps[p] = derivative
     batching.primitive_batchers[p] = stacked
@@ -413,11 +416,8 @@ def values(x: ArrayOfCodes) -> jax.Array:
     return _bind(values_p, x, dtype=x.dtype)
 
 
-# One program, also where nothing is traced: operation by operation it would be dozens of them for
-# every new shape.
-@functools.partial(
-    jax.jit, static_argnames=("dtype", "exponent", "saturates", "lifted"), inline=True
-)
+# Where nothing is traced, jit calls a program sooner than a primitive's implementation does.
+@functools.partial(jax.jit, static_argnames=_HOW, inline=True)
 def decode(
     x: MXArray,
     dtype: jax.typing.DTypeLike,
@@ -439,8 +439,6 @@ def decode(
     Returns:
       An array of the logical shape.
     """
-    if lowering.value.platform is not None:
-        return _decoded(x, jnp.dtype(dtype), exponent, saturates, lifted)
     how: Any = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
     return _bind(_decode_p, x, dtype=jnp.dtype(dtype), **how)
 
@@ -469,14 +467,10 @@ def _decoded(
             bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
         return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
-    def on_tpus(x: MXArray) -> jax.Array:
-        by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
-        return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
-
-    large = saturates and dtype == jnp.float16
-    by_products = lowering.value.platform == "tpu" and not large
-    by_products = by_products and scale_codec.may_decode_normal(x, exponent)
-    return on_tpus(x) if by_products else in_integers(x)
+    if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
+        return in_integers(x)
+    by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
+    return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
 
 
 _decode_p = _equation("mx_dequantize", _decoded)

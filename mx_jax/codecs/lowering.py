@@ -56,10 +56,13 @@ def register_lowering(primitive: Primitive, compute: Callable[..., Any]) -> None
     lower = mlir.lower_fun(compute, multiple_results=False)
 
     def rule(ctx: Any, *arrays: Any, platform: str, **params: Hashable) -> Any:
-        alone = devices_sharing(ctx.module_context.axis_context) == 1
+        here = lowering.value
+        if here.platform is None:
+            alone = devices_sharing(ctx.module_context.axis_context) == 1
+            here = Lowering(platform, on_one_device=alone)
         # Tracing may have been inside of `enable_x64`, and lowering not.
         wide = jax.config.jax_enable_x64 or ctx.avals_out[0].dtype.itemsize == 8
-        with lowering(Lowering(platform, on_one_device=alone)), jax.enable_x64(wide):
+        with lowering(here), jax.enable_x64(wide):
             return lower(ctx, *arrays, **params)
 
     for platform in PLATFORMS:

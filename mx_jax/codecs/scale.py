@@ -323,9 +323,10 @@ def decode_scaled(
 
 def may_decode_normal(x: block_shapes.Blocked, exponent: int) -> bool:
     """Whether `decode_normal` is for an array. On one device: all scales together decide."""
-    constant = lowering.value.on_one_device and all(isinstance(n, int) for n in x.codes.shape)
+    alone = lowering.value.platform == "tpu" and lowering.value.on_one_device
     low, high = _normal_scales(x.format.element, exponent)
-    return constant and x.format.scale.kind == "exponent" and 0 <= low <= high < E8M0_NAN
+    constant = all(isinstance(n, int) for n in x.codes.shape)
+    return alone and constant and x.format.scale.kind == "exponent" and 0 <= low <= high < E8M0_NAN
 
 
 def _normal_scales(element: ElementFormat, exponent: int) -> tuple[int, int]:
@@ -339,26 +340,15 @@ def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
     element = x.format.element
     low, high = _normal_scales(element, exponent)
     is_low = float32.lt(x.scales, low)
-    any_is_low = _any_over_vmap(is_low)
+    none_is_low = ~jnp.any(is_low)
 
     def are_zeros() -> jax.Array:
         magnitude = element.sign_code * (1 if element.kind == "float" else 2) - 1
         codes, inside = block_shapes.split(float32.bitwise_and(x.codes, magnitude), x.blocks)
-        return ~_any_over_vmap(jnp.any(float32.gt(codes, 0), inside) & is_low)
+        return ~jnp.any(jnp.any(float32.gt(codes, 0), inside) & is_low)
 
-    zeros_or_none = lax.cond(any_is_low, are_zeros, lambda: ~any_is_low)
-    return zeros_or_none & ~_any_over_vmap(float32.gt(x.scales, high))
-
-
-@jax.custom_batching.custom_vmap
-def _any_over_vmap(where: jax.Array) -> jax.Array:
-    return jnp.any(where)
-
-
-@_any_over_vmap.def_vmap
-def _(size: int, batched: object, where: jax.Array) -> tuple[jax.Array, bool]:
-    # Of a batch as a whole: `lax.cond` would compute both of what differs between its members.
-    return _any_over_vmap(where), False
+    zeros_or_none = lax.cond(none_is_low, lambda: none_is_low, are_zeros)
+    return zeros_or_none & ~jnp.any(float32.gt(x.scales, high))
 
 
 def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> jax.Array:
