@@ -467,7 +467,8 @@ def _decoded(
             bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
         return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
-    if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
+    other = lifted or (saturates and dtype == jnp.float16)
+    if other or not scale_codec.may_decode_normal(x, exponent):
         return in_integers(x)
     by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
     return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)

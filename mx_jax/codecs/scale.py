@@ -325,8 +325,10 @@ def may_decode_normal(x: block_shapes.Blocked, exponent: int) -> bool:
     """Whether `decode_normal` is for an array. On one device: all scales together decide."""
     alone = lowering.value.platform == "tpu" and lowering.value.on_one_device
     low, high = _normal_scales(x.format.element, exponent)
-    constant = all(isinstance(n, int) for n in x.codes.shape)
-    return alone and constant and x.format.scale.kind == "exponent" and 0 <= low <= high < E8M0_NAN
+    if not alone or not all(isinstance(n, int) for n in x.codes.shape):
+        return False
+    kind = x.format.scale.kind
+    return kind == "element" or (kind == "exponent" and 0 <= low <= high < E8M0_NAN)
 
 
 def _normal_scales(element: ElementFormat, exponent: int) -> tuple[int, int]:
@@ -337,7 +339,10 @@ def _normal_scales(element: ElementFormat, exponent: int) -> tuple[int, int]:
 
 def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
     """Whether all values are what `decode_normal` has; so are blocks of zeros, under any scale."""
-    element = x.format.element
+    element, tensor_scale = x.format.element, x.tensor_scale
+    if x.format.scale.kind == "element":
+        no_nan = ~jnp.any(is_nan_scale(x.scales, x.format.scale))
+        return no_nan if tensor_scale is None else no_nan & ~jnp.any(is_tiny(tensor_scale))
     low, high = _normal_scales(element, exponent)
     is_low = float32.lt(x.scales, low)
     none_is_low = ~jnp.any(is_low)
@@ -352,18 +357,24 @@ def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
 
 
 def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> jax.Array:
-    """Values times `2^exponent` of an array that `are_normal`: one product, as TPUs have it."""
-    exponents = lax.convert_element_type(x.scales, jnp.int32) + (exponent - E8M0_BIAS)
-    powers, blocks = float32.power_of_two(clip(exponents, -126, 127)), dict(x.blocks)
-    if -1 in blocks and powers.shape[-1] > 1:
+    """Values times `2^exponent` of an array that `are_normal`: by products, as TPUs have them."""
+    scale, number, blocks = x.format.scale, jnp.float32, dict(x.blocks)
+    if scale.element is not None:
+        factors = element_codec.decode_as_tpus(x.scales, scale.element)
+    else:
+        exponents = lax.convert_element_type(x.scales, jnp.int32) + (exponent - E8M0_BIAS)
+        factors = float32.power_of_two(clip(exponents, -126, 127))
+        number = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    if -1 in blocks and factors.shape[-1] > 1:
         size = blocks.pop(-1)
         assert isinstance(size, int)
-        spread = block_shapes.spread_minor(jnp.expand_dims(powers, -1), size)
-        powers = spread[..., : x.codes.shape[-1]]
+        spread = block_shapes.spread_minor(jnp.expand_dims(factors, -1), size)
+        factors = spread[..., : x.codes.shape[-1]]
+    if x.tensor_scale is not None:
+        factors = x.tensor_scale * factors
     codes, inside = block_shapes.split(x.codes, tuple(blocks.items()))
-    number = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     values = element_codec.decode_as_tpus(codes, x.format.element).astype(number)
-    values = float32.mul(values, block_shapes.spread(powers.astype(number), inside))
+    values = float32.mul(values, block_shapes.spread(factors.astype(number), inside))
     return block_shapes.merge(values, x.codes.shape, inside).astype(dtype)
 
 

@@ -109,6 +109,35 @@ def test_decoding_on_tpus(name: str, axis: int):
                 assert_bitwise_equal(one, other, any_nan=True)
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_decoding_nvfp4_on_tpus(axis: int):
+    """By products where neither a block is NaN nor the tensor tiny."""
+    format, rng, blocks = operand("nvfp4").format, np.random.default_rng(0), ((axis, 16),)
+    codes = rng.integers(0, 16, (64, 72)).astype(np.uint8)
+    scales = rng.integers(0, 127, scales_shape(codes.shape, blocks)).astype(np.uint8)
+
+    def values(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None) -> Any:
+        arrays: Any = dict(codes=codes, scales=scales, tensor_scale=tensor_scale)
+        x = MXArray(**arrays, format=format, blocks=blocks, dtype=DTYPE)
+        return decode(x, DTYPE), decode(x, "float32"), are_normal(x, 0)
+
+    exact = jax.jit(values)
+    with lowering(Lowering("tpu", on_one_device=True)):
+        on_tpus = jax.jit(lambda *x: values(*x))
+        for byte, tensor_scale, normal in (
+            (1, None, True),
+            (1, 0.3, True),
+            (127, 0.3, False),
+            (1, 2.0**-120 / 3, False),
+        ):
+            scales[-1, -1] = byte
+            tensor = None if tensor_scale is None else np.full((1, 1), tensor_scale, np.float32)
+            *result, are = on_tpus(codes, scales, tensor)
+            assert are == normal
+            for one, other in zip(result, exact(codes, scales, tensor), strict=False):
+                assert_bitwise_equal(one, other, any_nan=True)
+
+
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "mxfp4"])
 def test_every_stored_scale_on_tpus(name: str):
     """By every code: what products read is its value down to 2^-124, Inf beyond float32, or NaN."""
