@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -356,64 +356,57 @@ jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten,
 # Values -----------------------------------------------------------------------------------------
 
 
-_HOW = ("dtype", "exponent", "saturates", "lifted")
-
-
-def _equation(name: str, compute: Callable[..., jax.Array]) -> Any:
-    """A primitive for values of an array of codes, whose operations depend on where it is
-    lowered."""
-
-    def run(*arrays: jax.Array, tree: Any, **how: Any) -> jax.Array:
-        return compute(jax.tree.unflatten(tree, arrays), **how)
-
-    def type_of(*types: ShapedArray, tree: Any, **how: Any) -> ShapedArray:
-        if has_explicit_axes():
-            avals: Any = jax.make_jaxpr(functools.partial(run, tree=tree, **how))(*types).out_avals
-            return avals[0]
-        return result_aval(types[0], jax.tree.unflatten(tree, types).shape, how["dtype"])
-
-    def derivative(arrays: Sequence[Any], tangents: object, **how: Any) -> Any:
-        # By codes and by scales there is none; a straight-through gradient is linked outside.
-        result = p.bind(*arrays, **how)
-        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
-
-    def stacked(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> Any:
-        # Blocks are counted from the end: a batch is an axis more in front.
-        pairs = [*zip(arrays, axes, strict=True)]
-        (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
-        stacks = (batching.bdim_at_front(x, axis, size) for x, axis in pairs)
-        return p.bind(*stacks, **how), 0
-
-    p: Any = Primitive(name)
-    p.is_high = lambda *types, **params: False
-    p.def_impl(jax.jit(run, static_argnames=("tree", *_HOW)))
-    p.def_abstract_eval(type_of)
-    ad.primitive_jvps[p] = derivative
-    batching.primitive_batchers[p] = stacked
-    register_lowering(p, run)
-    return p
-
-
-def _values_of(x: ArrayOfCodes, dtype: np.dtype) -> jax.Array:
+def _values_of(*arrays: jax.Array, tree: Any, implicit: bool, **how: Any) -> jax.Array:
+    x = jax.tree.unflatten(tree, arrays)
+    if not implicit:
+        return _decoded(x, **how)
     x.warn_of_values()
-    return x.dequantize(dtype)
+    return x.dequantize(**how)
 
 
-# Where JAX asks for an array without a word: a rewriter of the program (`mx_jax.convert`) may have
-# a product take the codes instead.
-values_p = _equation("mx_values", _values_of)
+def _type(*types: ShapedArray, **how: Any) -> ShapedArray:
+    if has_explicit_axes():
+        avals: Any = jax.make_jaxpr(functools.partial(_values_of, **how))(*types).out_avals
+        return avals[0]
+    return result_aval(types[0], jax.tree.unflatten(how["tree"], types).shape, how["dtype"])
 
 
-def _bind(p: Any, x: ArrayOfCodes, **how: Any) -> jax.Array:
+def _derivative(arrays: Sequence[Any], tangents: object, **how: Any) -> Any:
+    # By codes and by scales there is none; a straight-through gradient is linked outside.
+    result = values_p.bind(*arrays, **how)
+    return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+
+
+def _stacked(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> Any:
+    # Blocks are counted from the end: a batch is an axis more in front.
+    pairs = [*zip(arrays, axes, strict=True)]
+    (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
+    return values_p.bind(*(batching.bdim_at_front(x, axis, size) for x, axis in pairs), **how), 0
+
+
+# The values of an array of codes, whose operations depend on where they are lowered. Implicit where
+# JAX asks for an array without a word: a rewriter of the program (`mx_jax.convert`) may have a
+# product take the codes instead.
+values_p: Any = Primitive("mx_values")
+_HOW = ("dtype", "exponent", "saturates", "lifted")
+values_p.is_high = lambda *types, **params: False
+values_p.def_impl(jax.jit(_values_of, static_argnames=("tree", "implicit", *_HOW)))
+values_p.def_abstract_eval(_type)
+ad.primitive_jvps[values_p] = _derivative
+batching.primitive_batchers[values_p] = _stacked
+register_lowering(values_p, _values_of)
+
+
+def _bind(x: ArrayOfCodes, **how: Any) -> jax.Array:
     arrays, tree = jax.tree.flatten(x)
     if jax.sharding.get_abstract_mesh().manual_axes:
         arrays = vary_alike(arrays)
-    return p.bind(*arrays, tree=tree, **how)
+    return values_p.bind(*arrays, tree=tree, **how)
 
 
 def values(x: ArrayOfCodes) -> jax.Array:
     """The values of an array of codes, by one equation of its arrays."""
-    return _bind(values_p, x, dtype=x.dtype)
+    return _bind(x, dtype=x.dtype, implicit=True)
 
 
 # Where nothing is traced, jit calls a program sooner than a primitive's implementation does.
@@ -440,7 +433,7 @@ def decode(
       An array of the logical shape.
     """
     how: Any = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
-    return _bind(_decode_p, x, dtype=jnp.dtype(dtype), **how)
+    return _bind(x, dtype=jnp.dtype(dtype), implicit=False, **how)
 
 
 def _decoded(
@@ -468,13 +461,10 @@ def _decoded(
         return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
     other = lifted or (saturates and dtype == jnp.float16)
-    if other or not scale_codec.may_decode_normal(x, exponent):
+    if other or (normal := scale_codec.are_normal(x, exponent)) is None:
         return in_integers(x)
     by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
-    return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
-
-
-_decode_p = _equation("mx_dequantize", _decoded)
+    return lax.cond(normal, by_products, in_integers, x)
 
 
 # No element times the largest scale reaches 2^(128 + 16).

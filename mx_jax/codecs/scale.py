@@ -25,7 +25,7 @@ from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes, split
 from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.lowering import lowering, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
-from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
+from mx_jax.formats import E4M3_SCALE, BlockFormat, ScaleFormat
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -321,29 +321,24 @@ def decode_scaled(
     return float32.to_bits(product)
 
 
-def may_decode_normal(x: block_shapes.Blocked, exponent: int) -> bool:
-    """Whether `decode_normal` is for an array. On one device: all scales together decide."""
-    alone = lowering.value.platform == "tpu" and lowering.value.on_one_device
-    low, high = _normal_scales(x.format.element, exponent)
+def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array | None:
+    """Whether all values are what `decode_normal` has; so are blocks of zeros, under any scale.
+
+    None where that is not for an array: on one TPU alone all scales together decide.
+    """
+    here, element, scale = lowering.value, x.format.element, x.format.scale
+    alone = here.platform == "tpu" and here.on_one_device
     if not alone or not all(isinstance(n, int) for n in x.codes.shape):
-        return False
-    kind = x.format.scale.kind
-    return kind == "element" or (kind == "exponent" and 0 <= low <= high < E8M0_NAN)
-
-
-def _normal_scales(element: ElementFormat, exponent: int) -> tuple[int, int]:
-    """The first and the last under which values but zero are finite normal numbers or NaN."""
-    lowest = 1 - min(element.emin - element.mantissa_bits, 0)
-    return lowest - exponent, 253 - max(element.emax, 0) - max(exponent, 0)
-
-
-def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
-    """Whether all values are what `decode_normal` has; so are blocks of zeros, under any scale."""
-    element, tensor_scale = x.format.element, x.tensor_scale
-    if x.format.scale.kind == "element":
-        no_nan = ~jnp.any(is_nan_scale(x.scales, x.format.scale))
-        return no_nan if tensor_scale is None else no_nan & ~jnp.any(is_tiny(tensor_scale))
-    low, high = _normal_scales(element, exponent)
+        return None
+    lowest = element.emin - element.mantissa_bits
+    if scale == E4M3_SCALE and lowest >= -17:
+        no_nan = ~jnp.any(is_nan_scale(x.scales, scale))
+        return no_nan if x.tensor_scale is None else no_nan & ~jnp.any(is_tiny(x.tensor_scale))
+    # The first and the last under which values but zero are finite normal numbers or NaN.
+    low = 1 - min(lowest, 0) - exponent
+    high = 253 - max(element.emax, 0) - max(exponent, 0)
+    if scale.kind != "exponent" or not 0 <= low <= high < E8M0_NAN:
+        return None
     is_low = float32.lt(x.scales, low)
     none_is_low = ~jnp.any(is_low)
 

@@ -15,7 +15,7 @@ from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.lowering import Lowering, by_halves, lowering
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import are_normal
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.mxarray import MXArray, decode, values_p
 from mx_jax.reference.quantize import quantize
 from mx_jax.specs import operand
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -169,7 +169,7 @@ def test_values_are_one_equation_that_knows_where_it_runs(implicit: bool):
     (equation,) = jax.make_jaxpr(function)(x).eqns
     if equation.primitive.name == "jit":  # JAX 0.12 inlines it when it lowers
         (equation,) = equation.params["jaxpr"].eqns
-    assert equation.primitive.name == ("mx_values" if implicit else "mx_dequantize")
+    assert (equation.primitive, equation.params["implicit"]) == (values_p, implicit)
 
     def branches(run: Any, platform: str, *arguments: Any) -> int:
         return (
