@@ -13,14 +13,15 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsage]
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from numpy.typing import DTypeLike
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
-from mx_jax.codecs.lowering import platform_dependent
+from mx_jax.codecs.explicit_axes import has_explicit_axes, result_aval, vary_alike
+from mx_jax.codecs.lowering import register_lowering
 from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
 from mx_jax.formats.removed import whereabouts
@@ -295,46 +296,6 @@ class MXArray(ArrayOfCodes):
 # As a pytree ------------------------------------------------------------------------------------
 
 
-# Where JAX asks for an array without a word, the values are one equation: a rewriter of the
-# program (`mx_jax.convert`) may have a product take the codes instead.
-values_p = Primitive("mx_values")
-
-
-def values(x: ArrayOfCodes) -> jax.Array:
-    """The values of an array of codes, by one equation of its arrays."""
-    arrays, tree = jax.tree.flatten(x)
-    return values_p.bind(*arrays, tree=tree)
-
-
-def _values_of(*arrays: jax.Array, tree: object) -> jax.Array:
-    x = jax.tree.unflatten(tree, arrays)
-    x.warn_of_values()
-    return x.dequantize()
-
-
-def _shape_of_values(*arrays: ShapedArray, tree: object) -> ShapedArray:
-    def run(*arrays: jax.Array) -> jax.Array:
-        return jax.tree.unflatten(tree, arrays).dequantize()
-
-    avals: Any = jax.make_jaxpr(run)(*arrays).out_avals
-    return avals[0]
-
-
-def _stacked_values(arrays: Sequence[Any], axes: Sequence[Any], *, tree: object) -> Any:
-    (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
-    stacks = (batching.bdim_at_front(x, axis, size) for x, axis in zip(arrays, axes, strict=True))
-    return values_p.bind(*stacks, tree=tree), 0
-
-
-values_p.def_impl(jax.jit(_values_of, static_argnames="tree"))
-values_p.def_abstract_eval(_shape_of_values)
-ad.primitive_jvps[values_p] = lambda arrays, tangents, *, tree: jax.jvp(
-    functools.partial(_values_of, tree=tree), arrays, tuple(map(ad.instantiate_zeros, tangents))
-)
-batching.primitive_batchers[values_p] = _stacked_values
-mlir.register_lowering(values_p, mlir.lower_fun(_values_of, multiple_results=False))
-
-
 def unlinked(x: X) -> X:
     """x without the value that its codes were made of: no gradient passes."""
     result: Any = x
@@ -392,11 +353,64 @@ def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> MXArray:
 jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
 
 
-# One program, also where nothing is traced: operation by operation it would be dozens of them for
-# every new shape.
-@functools.partial(
-    jax.jit, static_argnames=("dtype", "exponent", "saturates", "lifted"), inline=True
-)
+# Values -----------------------------------------------------------------------------------------
+
+
+def _values_of(*arrays: jax.Array, tree: Any, implicit: bool, **how: Any) -> jax.Array:
+    x = jax.tree.unflatten(tree, arrays)
+    if not implicit:
+        return _decoded(x, **how)
+    x.warn_of_values()
+    return x.dequantize(**how)
+
+
+def _type(*types: ShapedArray, **how: Any) -> ShapedArray:
+    if has_explicit_axes():
+        avals: Any = jax.make_jaxpr(functools.partial(_values_of, **how))(*types).out_avals
+        return avals[0]
+    return result_aval(types[0], jax.tree.unflatten(how["tree"], types).shape, how["dtype"])
+
+
+def _derivative(arrays: Sequence[Any], tangents: object, **how: Any) -> Any:
+    # By codes and by scales there is none; a straight-through gradient is linked outside.
+    result = values_p.bind(*arrays, **how)
+    return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+
+
+def _stacked(arrays: Sequence[Any], axes: Sequence[Any], **how: Any) -> Any:
+    # Blocks are counted from the end: a batch is an axis more in front.
+    pairs = [*zip(arrays, axes, strict=True)]
+    (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
+    return values_p.bind(*(batching.bdim_at_front(x, axis, size) for x, axis in pairs), **how), 0
+
+
+# The values of an array of codes, whose operations depend on where they are lowered. Implicit where
+# JAX asks for an array without a word: a rewriter of the program (`mx_jax.convert`) may have a
+# product take the codes instead.
+values_p: Any = Primitive("mx_values")
+_HOW = ("dtype", "exponent", "saturates", "lifted")
+values_p.is_high = lambda *types, **params: False
+values_p.def_impl(jax.jit(_values_of, static_argnames=("tree", "implicit", *_HOW)))
+values_p.def_abstract_eval(_type)
+ad.primitive_jvps[values_p] = _derivative
+batching.primitive_batchers[values_p] = _stacked
+register_lowering(values_p, _values_of)
+
+
+def _bind(x: ArrayOfCodes, **how: Any) -> jax.Array:
+    arrays, tree = jax.tree.flatten(x)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        arrays = vary_alike(arrays)
+    return values_p.bind(*arrays, tree=tree, **how)
+
+
+def values(x: ArrayOfCodes) -> jax.Array:
+    """The values of an array of codes, by one equation of its arrays."""
+    return _bind(x, dtype=x.dtype, implicit=True)
+
+
+# Where nothing is traced, jit calls a program sooner than a primitive's implementation does.
+@functools.partial(jax.jit, static_argnames=_HOW, inline=True)
 def decode(
     x: MXArray,
     dtype: jax.typing.DTypeLike,
@@ -418,7 +432,13 @@ def decode(
     Returns:
       An array of the logical shape.
     """
-    dtype = jnp.dtype(dtype)
+    how: Any = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
+    return _bind(x, dtype=jnp.dtype(dtype), implicit=False, **how)
+
+
+def _decoded(
+    x: MXArray, dtype: np.dtype, exponent: int, saturates: bool, lifted: bool
+) -> jax.Array:
     saturates = saturates and x.format.scale.kind == "exponent"
 
     def in_integers(x: MXArray) -> jax.Array:
@@ -440,13 +460,11 @@ def decode(
             bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
         return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
-    def on_tpus(x: MXArray) -> jax.Array:
-        by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
-        return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
-
-    if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
+    other = lifted or (saturates and dtype == jnp.float16)
+    if other or (normal := scale_codec.are_normal(x, exponent)) is None:
         return in_integers(x)
-    return platform_dependent(x, tpu=on_tpus, default=in_integers)
+    by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
+    return lax.cond(normal, by_products, in_integers, x)
 
 
 # No element times the largest scale reaches 2^(128 + 16).

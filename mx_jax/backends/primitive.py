@@ -23,7 +23,7 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, find, select
 from mx_jax.backends.target import SelectionContext, Target
 from mx_jax.codecs.explicit_axes import vary_alike
-from mx_jax.codecs.lowering import eager
+from mx_jax.codecs.lowering import PLATFORMS, devices_sharing, eager
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 
@@ -329,7 +329,7 @@ def _primitive(name: str) -> Any:
     p.def_impl(functools.partial(eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     ad.primitive_jvps[p] = functools.partial(_jvp, p)
-    for platform in machine.PLATFORMS:
+    for platform in PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.
         mlir.register_lowering(p, rule, platform=platform, inline=False)
@@ -370,7 +370,7 @@ def _jvp(p: Any, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work)
 
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     axis_context = ctx.module_context.axis_context
-    devices = machine.devices_sharing(axis_context)
+    devices = devices_sharing(axis_context)
     context, known = work.context, work.context.target
     assert known is not None
     if known.platform != platform:

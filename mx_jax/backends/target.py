@@ -91,7 +91,6 @@ _TPU_UNITS = {
 
 # jax.Device is no type to a type checker.
 Device = Any
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,16 +315,6 @@ class Backend:
     def run(self, call: Call, *operands: Any) -> Any:
         """What a call that is not rejected asks for: see `Offer.run`."""
         return self.offers[type(call)].run(*operands, call)
-
-
-def devices_sharing(context: Any) -> int:
-    """Between how many devices the compiler may split what is lowered."""
-    if (number := getattr(context, "num_devices", None)) is not None:
-        return number
-    # Inside shard_map; a context without a mesh is pmap's, whose devices are by themselves.
-    mesh = getattr(context, "mesh", None)
-    sizes = {} if mesh is None else mesh.shape
-    return math.prod(size for name, size in sizes.items() if name not in context.manual_axes)
 
 
 @dataclasses.dataclass(frozen=True)

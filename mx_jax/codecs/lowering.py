@@ -1,14 +1,18 @@
 """What codecs do inside of a program that is lowered for one platform."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 R = TypeVar("R")
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Lowering(NamedTuple):
@@ -34,6 +38,37 @@ def platform_dependent(*operands: Any, default: Callable[..., R], **named: Calla
     if platform is None:
         return lax.platform_dependent(*operands, default=default, **named)
     return named.get(platform, default)(*operands)
+
+
+def devices_sharing(context: Any) -> int:
+    """Between how many devices the compiler may split what is lowered."""
+    if (number := getattr(context, "num_devices", None)) is not None:
+        return number
+    # Inside shard_map; a context without a mesh is pmap's, whose devices are by themselves.
+    mesh = getattr(context, "mesh", None)
+    sizes = {} if mesh is None else mesh.shape
+    return math.prod(size for name, size in sizes.items() if name not in context.manual_axes)
+
+
+def register_lowering(primitive: Primitive, compute: Callable[..., Any]) -> None:
+    """Have a primitive of one result lowered as what a function of arrays traces, which knows
+    where."""
+    lower = mlir.lower_fun(compute, multiple_results=False)
+
+    def rule(ctx: Any, *arrays: Any, platform: str, **params: Hashable) -> Any:
+        here = lowering.value
+        if here.platform is None:
+            alone = devices_sharing(ctx.module_context.axis_context) == 1
+            here = Lowering(platform, on_one_device=alone)
+        # Tracing may have been inside of `enable_x64`, and lowering not.
+        wide = jax.config.jax_enable_x64 or ctx.avals_out[0].dtype.itemsize == 8
+        with lowering(here), jax.enable_x64(wide):
+            return lower(ctx, *arrays, **params)
+
+    for platform in PLATFORMS:
+        # Equal equations of a program call one function.
+        on_platform = functools.partial(rule, platform=platform)
+        mlir.register_lowering(primitive, on_platform, platform=platform, inline=False)
 
 
 def eager(primitive: Primitive, *operands: jax.Array, **params: Hashable) -> Any:

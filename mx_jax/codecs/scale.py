@@ -25,7 +25,7 @@ from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes, split
 from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.lowering import lowering, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
-from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
+from mx_jax.formats import E4M3_SCALE, BlockFormat, ScaleFormat
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -321,59 +321,55 @@ def decode_scaled(
     return float32.float32_bits(product)
 
 
-def may_decode_normal(x: block_shapes.Blocked, exponent: int) -> bool:
-    """Whether `decode_normal` is for an array. On one device: all scales together decide."""
-    constant = lowering.value.on_one_device and all(isinstance(n, int) for n in x.codes.shape)
-    low, high = _normal_scales(x.format.element, exponent)
-    return constant and x.format.scale.kind == "exponent" and 0 <= low <= high < E8M0_NAN
+def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array | None:
+    """Whether all values are what `decode_normal` has; so are blocks of zeros, under any scale.
 
-
-def _normal_scales(element: ElementFormat, exponent: int) -> tuple[int, int]:
-    """The first and the last under which values but zero are finite normal numbers or NaN."""
-    lowest = 1 - min(element.emin - element.mantissa_bits, 0)
-    return lowest - exponent, 253 - max(element.emax, 0) - max(exponent, 0)
-
-
-def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
-    """Whether all values are what `decode_normal` has; so are blocks of zeros, under any scale."""
-    element = x.format.element
-    low, high = _normal_scales(element, exponent)
+    None where that is not for an array: on one TPU alone all scales together decide.
+    """
+    here, element, scale = lowering.value, x.format.element, x.format.scale
+    alone = here.platform == "tpu" and here.on_one_device
+    if not alone or not all(isinstance(n, int) for n in x.codes.shape):
+        return None
+    lowest = element.emin - element.mantissa_bits
+    if scale == E4M3_SCALE and lowest >= -17:
+        no_nan = ~jnp.any(is_nan_scale(x.scales, scale))
+        return no_nan if x.tensor_scale is None else no_nan & ~jnp.any(is_tiny(x.tensor_scale))
+    # The first and the last under which values but zero are finite normal numbers or NaN.
+    low = 1 - min(lowest, 0) - exponent
+    high = 253 - max(element.emax, 0) - max(exponent, 0)
+    if scale.kind != "exponent" or not 0 <= low <= high < E8M0_NAN:
+        return None
     is_low = float32.lt(x.scales, low)
-    any_is_low = _any_over_vmap(is_low)
+    none_is_low = ~jnp.any(is_low)
 
     def are_zeros() -> jax.Array:
         magnitude = element.sign_code * (1 if element.kind == "float" else 2) - 1
         codes, inside = block_shapes.split(float32.bitwise_and(x.codes, magnitude), x.blocks)
-        return ~_any_over_vmap(jnp.any(float32.gt(codes, 0), inside) & is_low)
+        return ~jnp.any(jnp.any(float32.gt(codes, 0), inside) & is_low)
 
-    zeros_or_none = lax.cond(any_is_low, are_zeros, lambda: ~any_is_low)
-    return zeros_or_none & ~_any_over_vmap(float32.gt(x.scales, high))
-
-
-@jax.custom_batching.custom_vmap
-def _any_over_vmap(where: jax.Array) -> jax.Array:
-    return jnp.any(where)
-
-
-@_any_over_vmap.def_vmap
-def _(size: int, batched: object, where: jax.Array) -> tuple[jax.Array, bool]:
-    # Of a batch as a whole: `lax.cond` would compute both of what differs between its members.
-    return _any_over_vmap(where), False
+    zeros_or_none = lax.cond(none_is_low, lambda: none_is_low, are_zeros)
+    return zeros_or_none & ~jnp.any(float32.gt(x.scales, high))
 
 
 def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> jax.Array:
-    """Values times `2^exponent` of an array that `are_normal`: one product, as TPUs have it."""
-    exponents = lax.convert_element_type(x.scales, jnp.int32) + (exponent - E8M0_BIAS)
-    powers, blocks = float32.power_of_two(clip(exponents, -126, 127)), dict(x.blocks)
-    if -1 in blocks and powers.shape[-1] > 1:
+    """Values times `2^exponent` of an array that `are_normal`: by products, as TPUs have them."""
+    scale, number, blocks = x.format.scale, jnp.float32, dict(x.blocks)
+    if scale.element is not None:
+        factors = element_codec.decode_as_tpus(x.scales, scale.element)
+    else:
+        exponents = lax.convert_element_type(x.scales, jnp.int32) + (exponent - E8M0_BIAS)
+        factors = float32.power_of_two(clip(exponents, -126, 127))
+        number = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    if -1 in blocks and factors.shape[-1] > 1:
         size = blocks.pop(-1)
         assert isinstance(size, int)
-        spread = block_shapes.spread_minor(jnp.expand_dims(powers, -1), size)
-        powers = spread[..., : x.codes.shape[-1]]
+        spread = block_shapes.spread_minor(jnp.expand_dims(factors, -1), size)
+        factors = spread[..., : x.codes.shape[-1]]
+    if x.tensor_scale is not None:
+        factors = x.tensor_scale * factors
     codes, inside = block_shapes.split(x.codes, tuple(blocks.items()))
-    number = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     values = element_codec.decode_as_tpus(codes, x.format.element).astype(number)
-    values = float32.mul(values, block_shapes.spread(powers.astype(number), inside))
+    values = float32.mul(values, block_shapes.spread(factors.astype(number), inside))
     return block_shapes.merge(values, x.codes.shape, inside).astype(dtype)
 
 

@@ -283,12 +283,16 @@ def _read(sites: Sequence[Site]) -> tuple[dict[tuple[int, ...], Entry], list[_Pr
         eqn, obstacle = site.eqn, _obstacle(site)
         held = tuple(not isinstance(x, Literal) and x in stored for x in eqn.invars[:2])
         goes_on = eqn.primitive in (convert_element_type_p, transpose_p) and held[0]
-        if (eqn.primitive is values_p or goes_on) and obstacle is None:
+        if (_is_implicit(eqn) or goes_on) and obstacle is None:
             stored.add(eqn.outvars[0])
             codes[site.where] = Entry()
         elif (product := _product(site, obstacle, held)) is not None:
             products.append(product)
     return codes, products
+
+
+def _is_implicit(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is values_p and eqn.params["implicit"]
 
 
 def _product(site: Site, obstacle: str | None, stored: tuple[bool, ...]) -> _Product | None:
@@ -393,7 +397,7 @@ class ByRecipe(rewrite.Rule):
 
 def _codes(eqn: JaxprEqn, operands: Values) -> Any:
     """The stored codes, in place of the values that an equation makes of them."""
-    if eqn.primitive is values_p:
+    if _is_implicit(eqn):
         return jax.tree.unflatten(eqn.params["tree"], operands)
     if eqn.primitive is transpose_p:
         return operands[0].transpose(*eqn.params["permutation"])

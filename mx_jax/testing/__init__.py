@@ -2,7 +2,8 @@
 
 from contextlib import AbstractContextManager
 
-from mx_jax.backends.target import PLATFORMS, Target, use_target
+from mx_jax.backends.target import Target, use_target
+from mx_jax.codecs.lowering import PLATFORMS
 
 
 def target(

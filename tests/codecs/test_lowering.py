@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.xla import block_values
@@ -14,7 +15,7 @@ from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.lowering import Lowering, by_halves, lowering
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import are_normal
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.mxarray import MXArray, decode, values_p
 from mx_jax.reference.quantize import quantize
 from mx_jax.specs import operand
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -108,6 +109,35 @@ def test_decoding_on_tpus(name: str, axis: int):
                 assert_bitwise_equal(one, other, any_nan=True)
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_decoding_nvfp4_on_tpus(axis: int):
+    """By products where neither a block is NaN nor the tensor tiny."""
+    format, rng, blocks = operand("nvfp4").format, np.random.default_rng(0), ((axis, 16),)
+    codes = rng.integers(0, 16, (64, 72)).astype(np.uint8)
+    scales = rng.integers(0, 127, scales_shape(codes.shape, blocks)).astype(np.uint8)
+
+    def values(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None) -> Any:
+        arrays: Any = dict(codes=codes, scales=scales, tensor_scale=tensor_scale)
+        x = MXArray(**arrays, format=format, blocks=blocks, dtype=DTYPE)
+        return decode(x, DTYPE), decode(x, "float32"), are_normal(x, 0)
+
+    exact = jax.jit(values)
+    with lowering(Lowering("tpu", on_one_device=True)):
+        on_tpus = jax.jit(lambda *x: values(*x))
+        for byte, tensor_scale, normal in (
+            (1, None, True),
+            (1, 0.3, True),
+            (127, 0.3, False),
+            (1, 2.0**-120 / 3, False),
+        ):
+            scales[-1, -1] = byte
+            tensor = None if tensor_scale is None else np.full((1, 1), tensor_scale, np.float32)
+            *result, are = on_tpus(codes, scales, tensor)
+            assert are == normal
+            for one, other in zip(result, exact(codes, scales, tensor), strict=False):
+                assert_bitwise_equal(one, other, any_nan=True)
+
+
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "mxfp4"])
 def test_every_stored_scale_on_tpus(name: str):
     """By every code: what products read is its value down to 2^-124, Inf beyond float32, or NaN."""
@@ -128,3 +158,39 @@ def test_every_stored_scale_on_tpus(name: str):
         wanted = np.ldexp(elements, scales[:, :1].astype(int) - 129).astype(np.float32)
     wanted[255] = np.nan
     np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_values_are_one_equation_that_knows_where_it_runs(implicit: bool):
+    """Of a TPU alone the scales decide how it decodes; devices that share codes decode alike.
+    float64 comes of tracing inside of `enable_x64`."""
+    x = mx_jax.quantize(jnp.ones((4, 64, 32), jnp.bfloat16), "mxfp8")
+    function = jnp.asarray if implicit else MXArray.dequantize
+    (equation,) = jax.make_jaxpr(function)(x).eqns
+    if equation.primitive.name == "jit":  # JAX 0.12 inlines it when it lowers
+        (equation,) = equation.params["jaxpr"].eqns
+    assert (equation.primitive, equation.params["implicit"]) == (values_p, implicit)
+
+    def branches(run: Any, platform: str, *arguments: Any) -> int:
+        return (
+            jax.jit(run)
+            .trace(*arguments)
+            .lower(lowering_platforms=(platform,))
+            .as_text()
+            .count("stablehlo.case")
+        )
+
+    assert branches(function, "cpu", x) == 0
+    assert branches(function, "tpu", x) == branches(jax.vmap(function), "tpu", x) == 2
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    place, spec = NamedSharding(mesh, PartitionSpec("a")), PartitionSpec("a")
+    shared = jax.device_put(x, place)
+    assert branches(function, "tpu", shared) == 0
+    below = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert branches(below, "tpu", shared) == 2
+
+    def wide(x: MXArray) -> jax.Array:
+        with jax.enable_x64(True):
+            return x.dequantize(np.float64).astype(np.float32)
+
+    assert_bitwise_equal(jax.jit(wide)(x), x.dequantize(np.float32))
