@@ -397,16 +397,12 @@ batching.primitive_batchers[values_p] = _stacked
 register_lowering(values_p, _values_of)
 
 
-def _bind(x: ArrayOfCodes, **how: Any) -> jax.Array:
+def values(x: ArrayOfCodes, *, implicit: bool = True, **how: Any) -> jax.Array:
+    """The values of an array of codes, by one equation of its arrays."""
     arrays, tree = jax.tree.flatten(x)
     if jax.sharding.get_abstract_mesh().manual_axes:
         arrays = vary_alike(arrays)
-    return values_p.bind(*arrays, tree=tree, **how)
-
-
-def values(x: ArrayOfCodes) -> jax.Array:
-    """The values of an array of codes, by one equation of its arrays."""
-    return _bind(x, dtype=x.dtype, implicit=True)
+    return values_p.bind(*arrays, tree=tree, implicit=implicit, **{"dtype": x.dtype, **how})
 
 
 # Where nothing is traced, jit calls a program sooner than a primitive's implementation does.
@@ -433,7 +429,7 @@ def decode(
       An array of the logical shape.
     """
     how: Any = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
-    return _bind(x, dtype=jnp.dtype(dtype), implicit=False, **how)
+    return values(x, implicit=False, dtype=jnp.dtype(dtype), **how)
 
 
 def _decoded(
@@ -455,8 +451,9 @@ def _decoded(
         if saturates:
             largest = float32.float32_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
             sign = bits & jnp.int32(float32.SIGN)
-            # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
-            finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
+            # No element times the largest scale reaches 2^(128 + 16): there only Inf itself is Inf,
+            # and NaN is larger.
+            finite = bits_of(exponent - 16) & float32.ABS < float32.INF
             bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
         return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
@@ -465,7 +462,3 @@ def _decoded(
         return in_integers(x)
     by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
     return lax.cond(normal, by_products, in_integers, x)
-
-
-# No element times the largest scale reaches 2^(128 + 16).
-_FAR = 16

@@ -11,7 +11,7 @@ lowered again, in integers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes, split
 from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.lowering import lowering, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
-from mx_jax.formats import E4M3_SCALE, BlockFormat, ScaleFormat
+from mx_jax.formats import E4M3_SCALE, BlockFormat, ElementFormat, ScaleFormat
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -200,39 +200,30 @@ def encode_scaled(
         )
         return codes if zeroed else select(nan, nan_code, codes)
 
-    def on_tpus(x: jax.Array, scales: jax.Array) -> jax.Array:
-        # 2^127 has no inverse in float32. No amax has it for its scale if it is 4 times as large.
-        count = 1 if element.emax >= 2 and not has_nan else 2
-        exponent = float32.sub(E8M0_BIAS, lax.convert_element_type(scales, jnp.int32))
-        powers = _powers_of_two(exponent, count, scales)
-        values, powers = _as_on_tpus(x, powers)
-        codes = element_codec.encode_products(values, powers, element, has_nan=has_nan)
-        return split_axes(codes, x.shape, (x.ndim - 1,)) if codes.ndim < x.ndim else codes
-
     if is_exponent and rounding == NEAREST and element_codec.sums_digits(element):
+        on_tpus = functools.partial(_encode_on_tpus, element=element, has_nan=has_nan)
         return platform_dependent(x, scales, tpu=on_tpus, default=elsewhere)
     return elsewhere(x, scales)
 
 
-def _powers_of_two(exponent: jax.Array, count: int, scales: jax.Array) -> list[jax.Array]:
-    """One or two factors, normal numbers, whose product is `2^exponent`, 0 where a scale is NaN."""
-    if count == 1:
+def _encode_on_tpus(
+    x: jax.Array, scales: jax.Array, element: ElementFormat, has_nan: bool
+) -> jax.Array:
+    exponent = float32.sub(E8M0_BIAS, lax.convert_element_type(scales, jnp.int32))
+    if element.emax >= 2 and not has_nan:
+        # 2^127 has no inverse in float32. No amax has it for its scale if it is 4 times as large.
         exponents = [float32.max(exponent, -126)]
     else:
         half = float32.shift_right(exponent, 1)
         exponents = [half, float32.sub(exponent, half)]
-    first, *second = map(float32.power_of_two, exponents)
-    return [select(float32.eq(scales, E8M0_NAN), 0.0, first), *second]
-
-
-def _as_on_tpus(x: jax.Array, powers: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Values in split blocks, and powers of two for each block, as TPUs have no need to copy."""
-    if not block_shapes.underfills_lanes(powers[0], x):
-        return x, list(powers)
-    size = x.shape[-1]
-    # Else XLA would widen x once for its largest magnitudes too, and transpose it in float32.
-    values = lax.optimization_barrier(block_shapes.merge_minor(x))
-    return values, [block_shapes.spread_minor(p, size) for p in powers]
+    powers, values = [*map(float32.power_of_two, exponents)], x
+    powers[0] = select(float32.eq(scales, E8M0_NAN), 0.0, powers[0])
+    if block_shapes.underfills_lanes(powers[0], x):
+        # Else XLA would widen x once for its largest magnitudes too, and transpose it in float32.
+        values = lax.optimization_barrier(block_shapes.merge_minor(x))
+        powers = [block_shapes.spread_minor(p, x.shape[-1]) for p in powers]
+    codes = element_codec.encode_products(values, powers, element, has_nan=has_nan)
+    return split_axes(codes, x.shape, (x.ndim - 1,)) if codes.ndim < x.ndim else codes
 
 
 def over_float_scale(
