@@ -1,5 +1,6 @@
 """What codecs do inside of a program that is lowered for one platform."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable
@@ -61,8 +62,8 @@ def register_lowering(primitive: Primitive, compute: Callable[..., Any]) -> None
             alone = devices_sharing(ctx.module_context.axis_context) == 1
             here = Lowering(platform, on_one_device=alone)
         # Tracing may have been inside of `enable_x64`, and lowering not.
-        wide = jax.config.jax_enable_x64 or ctx.avals_out[0].dtype.itemsize == 8
-        with lowering(here), jax.enable_x64(wide):
+        is_wide = ctx.avals_out[0].dtype.itemsize == 8
+        with lowering(here), jax.enable_x64(True) if is_wide else contextlib.nullcontext():
             return lower(ctx, *arrays, **params)
 
     for platform in PLATFORMS:
