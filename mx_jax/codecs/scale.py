@@ -210,20 +210,25 @@ def _encode_on_tpus(
     x: jax.Array, scales: jax.Array, element: ElementFormat, has_nan: bool
 ) -> jax.Array:
     exponent = float32.sub(E8M0_BIAS, lax.convert_element_type(scales, jnp.int32))
-    if element.emax >= 2 and not has_nan:
-        # 2^127 has no inverse in float32. No amax has it for its scale if it is 4 times as large.
-        exponents = [float32.max(exponent, -126)]
-    else:
-        half = float32.shift_right(exponent, 1)
-        exponents = [half, float32.sub(exponent, half)]
-    powers, values = [*map(float32.power_of_two, exponents)], x
-    powers[0] = select(float32.eq(scales, E8M0_NAN), 0.0, powers[0])
+    # 2^127 has no inverse in float32. No amax has it for its scale if it is 4 times as large.
+    count = 1 if element.emax >= 2 and not has_nan else 2
+    powers, values = powers_of_two(exponent, count, scales), x
     if block_shapes.underfills_lanes(powers[0], x):
         # Else XLA would widen x once for its largest magnitudes too, and transpose it in float32.
         values = lax.optimization_barrier(block_shapes.merge_minor(x))
         powers = [block_shapes.spread_minor(p, x.shape[-1]) for p in powers]
     codes = element_codec.encode_products(values, powers, element, has_nan=has_nan)
     return split_axes(codes, x.shape, (x.ndim - 1,)) if codes.ndim < x.ndim else codes
+
+
+def powers_of_two(exponent: jax.Array, count: int, scales: jax.Array) -> list[jax.Array]:
+    """One or two factors, normal numbers, whose product is `2^exponent`, 0 where a scale is NaN."""
+    exponents = [float32.max(exponent, -126)]
+    if count == 2:
+        half = float32.shift_right(exponent, 1)
+        exponents = [half, float32.sub(exponent, half)]
+    first, *second = map(float32.power_of_two, exponents)
+    return [select(float32.eq(scales, E8M0_NAN), 0.0, first), *second]
 
 
 def over_float_scale(

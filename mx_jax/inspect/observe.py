@@ -133,7 +133,8 @@ def _casts_in(eqn: JaxprEqn) -> list[Cast]:
         axes = tuple(axes[0] for axes in of.batches)
     else:
         return []
-    if not before.aval.size:
+    aval: Any = before.aval
+    if not aval.size:
         return []
     results = iter(eqn.outvars)
     sizes = [3 if len(eqn.outvars) == 3 or call.format.tensor_scale else 2 for call in calls]

@@ -251,7 +251,7 @@ def test_products_on_tpus(
     x, scales = bits[kept].view(np.float32), scales[kept]
 
     def encoded(x: jax.Array, scales: jax.Array) -> jax.Array:
-        powers = scale_codec._powers_of_two(-scales, count, scales)
+        powers = scale_codec.powers_of_two(-scales, count, scales)
         return element_codec.encode_products(x, powers, element, has_nan=True)
 
     on_tpus = by_numpy(encoded, x, scales, flushes=flushes)
