@@ -22,6 +22,11 @@ T = TypeVar("T")
 Q = TypeVar("Q", bound="Quantized")
 
 
+def _takes_any(packed: "PackedMXArray") -> None:
+    """Raise nothing."""
+
+
+# Of functions that have names: what is packed is pickled with them.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a backend lays out weights.
@@ -41,7 +46,7 @@ class Layout:
     batch: Callable[[Any], tuple[int, ...]]
     unpack: Callable[["PackedMXArray"], MXArray]
     take: Callable[["PackedMXArray", jax.Array], MXArray] | None = None
-    check: Callable[["PackedMXArray"], None] = lambda packed: None
+    check: Callable[["PackedMXArray"], None] = _takes_any
 
 
 @functools.partial(

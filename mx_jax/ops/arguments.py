@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
@@ -66,6 +67,17 @@ def as_operand(
 def goes_to_lax(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> bool:
     """Whether nothing is quantized: neither by the recipe, nor as it comes."""
     return recipe.is_high_precision and not any(isinstance(x, Quantized) for x in (lhs, rhs))
+
+
+def check_precision(precision: lax.PrecisionLike, operation: str) -> None:
+    """Raise ValueError unless `jax.lax.dot_general` takes the precision."""
+    if precision is None or isinstance(precision, lax.Precision):
+        return
+    x = jax.ShapeDtypeStruct((1,), np.float32)
+    try:
+        jax.eval_shape(lambda x: jnp.dot(x, x, precision=precision), x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{operation}: {error}; got precision={precision!r}") from None
 
 
 def check_out_dtype(dtype: jax.typing.DTypeLike | None, operation: str) -> None:

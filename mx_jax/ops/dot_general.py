@@ -98,6 +98,8 @@ def dot_general(
             out_sharding=out_sharding,
         )
     key = arguments.check_matmul_key(key, recipe)
+    if precision is not None:
+        arguments.check_precision(precision, "dot_general")
     if isinstance(rhs, PackedMXArray):
         rhs = packed_for(rhs, dimension_numbers)
     dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
@@ -288,6 +290,7 @@ def einsum(
     lhs = arguments.as_operand(lhs, "lhs", recipe, "einsum")
     rhs = arguments.as_operand(rhs, "rhs", recipe, "einsum")
     left, right, out = _parse(subscripts, lhs, rhs)
+    lhs, rhs = _broadcast(subscripts, lhs, left, rhs, right)
     lhs, left = _sum_alone(lhs, left, right + out, subscripts)
     rhs, right = _sum_alone(rhs, right, left + out, subscripts)
     both = [letter for letter in left if letter in right]
@@ -347,6 +350,26 @@ def _parse(subscripts: str, lhs: AnyOperand, rhs: AnyOperand) -> tuple[str, str,
                 f"einsum: a term names {len(term)} axes, the operand has ndim={x.ndim}, {got}"
             )
     return left, right, out
+
+
+def _broadcast(
+    subscripts: str, lhs: AnyOperand, left: str, rhs: AnyOperand, right: str
+) -> tuple[AnyOperand, AnyOperand]:
+    """Both operands, of an ellipsis's axes with the lengths that they broadcast to."""
+    pairs = [*zip(left, lhs.shape, strict=True), *zip(right, rhs.shape, strict=True)]
+    lengths = {c: n for c, n in pairs if n != 1 and c not in subscripts}
+    results: list[AnyOperand] = []
+    for x, term in ((lhs, left), (rhs, right)):
+        shape = tuple(
+            lengths.get(c, n) if n == 1 else n for c, n in zip(term, x.shape, strict=True)
+        )
+        if shape != x.shape and isinstance(x, Quantized):
+            raise ValueError(
+                f"einsum: an MXArray is not broadcast, got shape={x.shape} where the ellipsis of "
+                f"subscripts={subscripts!r} has shape={shape}; pass dequantize()"
+            )
+        results.append(x if shape == x.shape else jnp.broadcast_to(x, shape))
+    return results[0], results[1]
 
 
 def _sum_alone(

@@ -134,6 +134,7 @@ def ragged_dot(
         dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         return grouped_dot(lhs, rhs, sizes, (-1, -2), precision, dtype)
     _check_rows(recipe)
+    arguments.check_precision(precision, "ragged_dot")
     out_dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):

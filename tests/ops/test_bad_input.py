@@ -169,6 +169,16 @@ def test_what_is_no_array(operation: str, x, message: str):
         mx_jax.matmul(x.astype(x.dtype.newbyteorder("=")), W, recipe=MXFP8)
 
 
+@pytest.mark.parametrize("precision", ["foo", 7])
+def test_precision(precision: Any):
+    ragged = functools.partial(mx_jax.ragged_dot, group_sizes=np.array([2]))
+    for product, w in ((mx_jax.matmul, W), (ragged, W[None])):
+        with pytest.raises(
+            ValueError, match=r"(?s)(ragged_dot|dot_general): Precision .* got prec"
+        ):
+            product(X, w, recipe=MXFP8, precision=precision)
+
+
 def test_errors_of_tracers_are_jax_s():
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(lambda x: mx_jax.matmul(ToNumpy(x), W, recipe=MXFP8))(X)

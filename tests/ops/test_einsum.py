@@ -121,6 +121,16 @@ def test_errors(subscripts: str):
         mx_jax.einsum(subscripts, *operands, recipe=recipes.mxfp8())
 
 
+def test_axes_of_an_ellipsis_broadcast(rng: np.random.Generator):
+    x, w = draw_few_octaves(rng, (1, 4, 40)), draw_few_octaves(rng, (3, 40, 5))
+    subscripts = "...ik,...kj->...ij"
+    expected = mx_jax.matmul(x, w, recipe="mxfp8")
+    for lhs in (x, x[0]):
+        assert_bitwise_equal(mx_jax.einsum(subscripts, lhs, w, recipe="mxfp8"), expected)
+    with pytest.raises(ValueError, match=r"MXArray is not broadcast, got shape=\(1, 4, 40\) where"):
+        mx_jax.einsum(subscripts, mx_jax.quantize(x, "mxfp8"), w, recipe="mxfp8")
+
+
 def test_a_sum_over_an_mxarray_is_refused():
     x, w = (
         np.ones((3, 40), np.float32),

@@ -5,6 +5,7 @@ float8 under scales of whole rows is packed for the kernels of MXFP8, its scales
 
 import dataclasses
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def test_packed_weights_take_the_bits_of_their_codes(format: str, bits: int):
     # And for each 32 rows 64 bytes that sum the panel up.
     assert packed.nbytes == 64 * 128 * bits // 8 + 64 * 128 // 32 + 2 * 64
     assert f"{format}, shape=(64, 128), dtype=float32, backend=cpu_ffi" in repr(packed)
+    assert_bitwise_equal(pickle.loads(pickle.dumps(packed)).dequantize(), packed.dequantize())
 
 
 @needs_library

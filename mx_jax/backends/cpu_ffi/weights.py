@@ -162,9 +162,14 @@ def check(packed: PackedMXArray) -> None:
         )
 
 
+def batch_of_panels(panels: Panels) -> tuple[int, ...]:
+    """The lengths of the batch axes."""
+    return panels.bytes.shape[:-2]
+
+
 PANELS = Layout(
     backend="cpu_ffi",
-    batch=lambda panels: panels.bytes.shape[:-2],
+    batch=batch_of_panels,
     unpack=unpack_panels,
     take=take,
     check=check,
@@ -225,9 +230,14 @@ def take_rows(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     )
 
 
+def batch_of_rows(rows: Rows) -> tuple[int, ...]:
+    """The lengths of the batch axes."""
+    return batch_of_panels(rows.panels)
+
+
 ROWS = Layout(
     backend="cpu_ffi",
-    batch=lambda rows: rows.panels.bytes.shape[:-2],
+    batch=batch_of_rows,
     unpack=unpack_rows,
     take=take_rows,
     check=check,

@@ -115,9 +115,12 @@ def unpack(packed: PackedMXArray) -> MXArray:
     )
 
 
-COLUMNS = Layout(
-    backend="pallas_tpu", batch=lambda columns: columns.codes.shape[:-2], unpack=unpack
-)
+def batch_of(columns: Columns) -> tuple[int, ...]:
+    """The lengths of the batch axes."""
+    return columns.codes.shape[:-2]
+
+
+COLUMNS = Layout(backend="pallas_tpu", batch=batch_of, unpack=unpack)
 
 # Which calls --------------------------------------------------------------------------------------
 
