@@ -76,19 +76,24 @@ def encode(
     if rounding == NEAREST and near and element.kind == "int":
         return _fixed_point(bits, element, int(exponent), has_nan and not fits, fits)
     if rounding != NEAREST:
-        half = _rounded(magnitude, bits, exponent, element, saturate, rounding, random_bits)
+        half = _rounded(magnitude, exponent, element, rounding, random_bits)
+        half = _limit(half, bits, element, saturate)
     elif near:
         half = _rounded_near(magnitude, bits, int(exponent), element, saturate)
     else:
-        how = {"element": element, "saturate": saturate}
-        by_product = functools.partial(_rounded_quotient, **how)
+        by_product = functools.partial(_rounded_quotient, element=element, saturate=saturate)
+
+        def in_integers(magnitude: jax.Array, bits: jax.Array, exponent: jax.Array) -> jax.Array:
+            half = _rounded(magnitude, exponent, element, rounding)
+            return _limit(half, bits, element, saturate)
+
         half = platform_dependent(
             magnitude,
             bits,
             jnp.asarray(exponent, jnp.int32),
             cuda=by_product,
             rocm=by_product,
-            default=functools.partial(_rounded, rounding=rounding, **how),
+            default=in_integers,
         )
     code = _with_sign(half, bits, magnitude if has_nan else None, element)
     return lax.convert_element_type(code, jnp.uint8)
@@ -197,14 +202,12 @@ def _fixed_point(
 
 def _rounded(
     magnitude: jax.Array,
-    bits: jax.Array,
     exponent: jax.Array | int,
     element: ElementFormat,
-    saturate: bool,
     rounding: Rounding,
     random_bits: jax.Array | None = None,
 ) -> jax.Array:
-    """Codes of the non-negative half, in integers."""
+    """Codes of the non-negative half, in integers, without a limit."""
     biased, mantissa = float32.split_exponent_mantissa(magnitude)
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
     above = biased - (exponent + (127 + element.emin))
@@ -214,7 +217,7 @@ def _rounded(
     significand = float32.bitwise_or(mantissa, float32.shift_left(float32.min(magnitude, 1), 23))
     kept = rounding.apply(significand, shift, random_bits)
     carry = float32.shift_left(float32.clip(above, 0, 1 << 9), element.mantissa_bits)
-    return _limit(float32.add(kept, carry), bits, element, saturate)
+    return float32.add(kept, carry)
 
 
 def _rounded_quotient(
@@ -224,7 +227,7 @@ def _rounded_quotient(
     element: ElementFormat,
     saturate: bool,
 ) -> jax.Array:
-    """The same of a quotient, by a product that is exact where a platform has subnormals."""
+    """Codes of the half of a quotient, by a product: exact where a platform has subnormals."""
     # 2^-127, for the largest scale, is half of the smallest normal.
     pattern = float32.max(float32.shift_left(float32.sub(127, exponent), 23), float32.HIDDEN >> 1)
     quotient = float32.mul(float32.from_bits(magnitude), float32.from_bits(pattern))
