@@ -72,7 +72,7 @@ def quantize_state(
 
     Raises:
       TypeError: the optimizer is no GradientTransformation.
-      ValueError: from its `init`, if its state has large arrays, and none in such a field.
+      ValueError: min_size below 0; from its `init`, if its state has large arrays, and none in such a field.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax, optax
@@ -95,6 +95,8 @@ def quantize_state(
         )
     if key is not None:
         check_is_key(key, "quantize_state")
+    if not isinstance(min_size, int) or min_size < 0:
+        raise ValueError(f"quantize_state: min_size must be an int of at least 0, got {min_size=}")
     implementation = jax.random.key_impl(jax.random.key(0) if key is None else key)
     fields = {**dict.fromkeys(values, False), **dict.fromkeys(squares, True)}
 

@@ -295,8 +295,9 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
 
 
 def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
-    size = 0 if match is None else int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kKMGT]?)B?", text)
+    thousands = 0 if match is None else " KMGT".index(match[2].upper() or " ")
+    size = 0 if match is None else int(float(match[1]) * 1000**thousands)
     if match is None or size < 1:
         raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
     return size

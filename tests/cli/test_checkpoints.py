@@ -92,7 +92,7 @@ def test_scales_by_squared_error(model: Path, out: Path, rules: Any, cli: Cli):
 
 def test_several_files(model: Path, tmp_path: Path, cli: Cli):
     out = tmp_path / "folder"
-    words = ("quantize", model, out, "--format", "mxfp4", "--max-shard-size", "1kB")
+    words = ("quantize", model, out, "--format", "mxfp4", "--max-shard-size", "1KB")
     theirs = ("--to", "compressed-tensors", "--force")
     for layout, more in (("mx_jax", ()), ("mxfp4-pack-quantized", theirs)):
         _, said = cli(*words, *more)

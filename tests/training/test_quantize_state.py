@@ -349,6 +349,8 @@ def test_an_update_may_ask_for_values():
 def test_errors_name_the_remedy():
     with pytest.raises(TypeError, match=r"got optimizer of type MultiSteps; .*gradient_transform"):
         mx_jax.quantize_state(optax.MultiSteps(optax.adam(1e-3), 2))
+    with pytest.raises(ValueError, match="min_size must be an int of at least 0, got min_size=-1"):
+        mx_jax.quantize_state(optax.adam(1e-3), min_size=-1)
     with pytest.raises(ValueError, match=r"got values=\('mu', 'trace'\), squares=\('nu',\)"):
         mx_jax.quantize_state(optax.adagrad(1e-3)).init(params_of())
     with pytest.raises(TypeError, match=r"quantize_state: key must be one PRNG key .*shape=\(2,\)"):
