@@ -72,7 +72,8 @@ def quantize_state(
 
     Raises:
       TypeError: the optimizer is no GradientTransformation.
-      ValueError: min_size below 0; from its `init`, if its state has large arrays, and none in such a field.
+      ValueError: min_size below 0; from its `init`, if its state has large arrays, and none in such
+        a field.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax, optax
