@@ -28,7 +28,7 @@ def models(name: str) -> types.ModuleType:
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError("No module named 'tunix'", name="tunix")
         sys.modules["tunix"] = package = types.ModuleType("tunix")
-        package.__path__ = [str(Path(spec.origin).parent)]
+        package.__spec__, package.__path__ = spec, [str(Path(spec.origin).parent)]
     return importlib.import_module(f"tunix.models.{name}.model")
 
 
