@@ -10,14 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # They only go down: docs/ and README in words, the others in lines. See sizes.md.
 MOST = {
-    "mx_jax/**/*.py": 32_200,
-    "tests/**/*.py": 36_510,
-    "custom_calls/**/*.cc": 3_640,
-    "custom_calls/**/*.h": 9_357,
-    "docs/*.md": 28_200,
+    "mx_jax/**/*.py": 31_580,
+    "tests/**/*.py": 35_100,
+    "custom_calls/**/*.[ch]*": 12_410,
+    "docs/*.md": 28_100,
     "README.md": 990,
 }
-MOST_FILES = 133
+MOST_FILES = 129
 MOST_WORDS_OF_A_PAGE = 2_500
 # What is made by a name, and in how many places: mechanisms that a reader has to know.
 MOST_OF_A_KIND = {
@@ -26,7 +25,7 @@ MOST_OF_A_KIND = {
     r"class \w+\((?:\w+\.)*custom_vjp|@functools\.partial\(jax\.custom_vjp|@jax\.custom_vjp": 4,
 }
 # Functions of more than six parameters, `self` apart.
-MOST_WITH_MANY_PARAMETERS = 19
+MOST_WITH_MANY_PARAMETERS = 15
 # Of all parameters those that are `Any`, or have no type.
 MOST_UNTYPED = 0.05
 
