@@ -16,6 +16,8 @@ from mx_jax.backends.partition import can_split
 from mx_jax.backends.target import Target
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import MXFP4
+from mx_jax.ops.product import transformed
+from mx_jax.recipes import Hadamard
 from mx_jax.reference.scale_rules import power_of_two
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -60,21 +62,31 @@ def test_parts_are_those_of_one_device(
     assert all(exchange.dtype != "bf16" and exchange.nbytes <= x.size // 8 for exchange in moved)
 
 
-OTHER_RULES: dict[str, dict[str, Any]] = {
-    "mxfp4": {"scale_rule": "rceil", "rounding": "stochastic", "key": jax.random.key(0)},
-    "nvfp4": {"scale_rule": "four_over_six"},
+DRAWN: dict[str, Any] = {"rounding": "stochastic", "key": jax.random.key(0)}
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"format": "mxfp4", "scale_rule": "rceil", **DRAWN},
+    "nvfp4": {"format": "nvfp4", **DRAWN},
+    "four_over_six": {"format": "nvfp4", "scale_rule": "four_over_six"},
 }
 
 
-@pytest.mark.parametrize("name", OTHER_RULES)
-def test_shared_blocks_by_other_rules(name: str, rng: np.random.Generator):
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_shared_blocks_in_other_ways(way: str, rng: np.random.Generator):
     """Each value rounds by its own bits, wherever its block's neighbours are; scales that are no
     function of the maximum alone see whole blocks, whose values are gathered."""
     mesh = mesh_of(a=8)
     x = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
-    run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0, **OTHER_RULES[name]))
+    run = jax.jit(lambda x: mx_jax.quantize(x, axis=0, **OTHER_WAYS[way]))
     actual = run(jax.device_put(x, NamedSharding(mesh, P("a"))))
     jax.tree.map(assert_bitwise_equal, actual, run(x))
+
+
+def test_drawn_signs_are_those_of_one_device(rng: np.random.Generator):
+    """Sums are added in another order than in C++."""
+    x, random = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32), Hadamard(size=16, signs=None)
+    run = jax.jit(lambda x: transformed(x, random, DRAWN["key"], 1))
+    actual = run(jax.device_put(x, NamedSharding(mesh_of(a=8), P("a"))))
+    np.testing.assert_allclose(actual, run(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -59,6 +59,15 @@ def test_precision_and_dtype_of_the_product(primitive: str):
         assert result.dtype == jnp.bfloat16 and (np.asarray(result) == 32).all()
 
 
+def test_numbers_beyond_float32_stay_finite_in_sums():
+    """A scale that is rounded up brings the largest float32 to 2^128."""
+    largest, small = np.full((1, 32), np.finfo(np.float32).max), np.full((32, 1), 2.0**-10)
+    x = mx_jax.quantize(largest.astype(np.float32), "mxfp4", scale_rule="even")
+    w = mx_jax.quantize(small.astype(np.float32), "mxfp4", axis=0)
+    assert np.isinf(x.dequantize()).all()
+    assert scaled_matmul(x, w, (((1,), (0,)), ((), ())), jnp.float32) == 2.0**123
+
+
 ROWS = np.array([[1, -2], [3, 0.5], [-7, np.inf], [0, -1e-45], [9, 9]], np.float32)
 
 

@@ -186,6 +186,18 @@ def test_rules_by_name_and_object():
     assert len({rule.name for rule in SCALE_RULES}) == len(SCALE_RULES)
 
 
+@pytest.mark.parametrize(
+    ("value", "known"), [(0, None), (1, 1), (1 << 23, 1 << 23), ((1 << 23) + 1, None), (5.0, None)]
+)
+def test_thresholds_for_kernels(value: Any, known: int | None):
+    """None where one number does not say everything: then kernels do not take the rule."""
+    rule = power_of_two("mine", lambda element: value)
+    result = rule.kernel_threshold(MXFP4.element)
+    assert result == known and type(result) is type(known)
+    corrected = dataclasses.replace(rule, correction=object())
+    assert corrected.kernel_threshold(MXFP4.element) is None
+
+
 @pytest.mark.parametrize(("rule", "hint"), [("", ""), ("FLOR", " (did you mean 'floor'?)")])
 def test_an_unknown_rule_lists_the_known(rule: str, hint: str):
     message = f"unknown scale_rule={rule!r}{hint}; known: {', '.join(r.name for r in SCALE_RULES)}"
