@@ -166,7 +166,7 @@ MX_INLINE void LoadScales(const Source& source, const float* table, int64_t firs
     scales[s][0] = scales[s][1] = _mm512_set1_ps(1.0f);
     if (source.scale_kind == kNoScale || block * source.block >= source.k) continue;
     alignas(32) uint8_t each[kTileColumns];
-    LoadScaleBytes(source, first_row, block, each);
+    LoadScaleBytes(source, first_row, block, kTileColumns, each);
     const __m256i bytes = _mm256_load_si256((const __m256i*)each);
     if (source.scale_kind == kScaleE8M0) {
       bounds->low = _mm256_min_epu8(bounds->low, bytes);

@@ -130,14 +130,15 @@ MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
   return true;
 }
 
-// The scale bytes of a block of kTileColumns rows: those of 1 where there is no such block or row, and
-// of blocks of zeros.
-MX_INLINE void LoadScaleBytes(const Source& source, int64_t first_row, int64_t block,
+// The scale bytes of a block of `width` rows, of kTileColumns: those of 1 where there is no such block
+// or row, and of blocks of zeros.
+MX_INLINE void LoadScaleBytes(const Source& source, int64_t first_row, int64_t block, int width,
                               uint8_t* bytes) {
   const bool packed = source.layout != kStrided, powers = source.scale_kind != kScaleE4M3;
   memset(bytes, powers ? 127 : 0x38, kTileColumns);
   if (source.scale_kind == kNoScale || block * source.block >= source.k) return;
-  const int64_t left = source.rows - first_row, step = packed ? 1 : source.scale_row_stride;
+  const int64_t there = source.rows - first_row, left = there < width ? there : width;
+  const int64_t step = packed ? 1 : source.scale_row_stride;
   const uint8_t* from = packed ? ScalesAt(source, first_row, block)
                                : source.scales + first_row * step + block * source.scale_block_stride;
   if (step == 1 && left >= kTileColumns) {

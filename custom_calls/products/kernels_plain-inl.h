@@ -77,7 +77,7 @@ MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block
                           float* scales, ScaleRange* range) {
   const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
   uint8_t bytes[C];
-  LoadScaleBytes(source, first_row, block, bytes);
+  LoadScaleBytes(source, first_row, block, width, bytes);
   uint8_t low = bytes[0], high = bytes[0];
   for (int i = 0; i < C; ++i) {
     low = bytes[i] < low ? bytes[i] : low, high = bytes[i] > high ? bytes[i] : high;

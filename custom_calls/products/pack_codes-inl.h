@@ -102,7 +102,7 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out) {
   memcpy(high, low, sizeof high);
   for (int64_t block = 0; block < blocks; ++block) {
     uint8_t* scales = const_cast<uint8_t*>(ScalesAt(packed, 0, block));
-    LoadScaleBytes(source, first_row, block, scales);
+    LoadScaleBytes(source, first_row, block, kTileColumns, scales);
     for (int i = 0; i < kTileColumns; ++i) {
       low[i] = scales[i] < low[i] ? scales[i] : low[i];
       high[i] = scales[i] > high[i] ? scales[i] : high[i];

@@ -20,7 +20,12 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import Axes
 from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
-from mx_jax.convert.products import conv_obstacle, shape_in_product, users_choice
+from mx_jax.convert.products import (
+    brings_recipe,
+    conv_obstacle,
+    shape_in_product,
+    users_choice,
+)
 from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr.read import of_arrays
 from mx_jax.nn.layers import nnx_spec
@@ -80,6 +85,8 @@ def nnx(
       >>> quantized(jnp.ones((4, 32))).shape, quantized.layers[0].kernel is model.layers[0].kernel
       ((4, 64), True)
     """
+    if isinstance(methods, str):
+        raise TypeError(f"convert.nnx: methods must be several names, got {methods=}")
     copy = converted(model, as_rules(rules, "convert.nnx"), rngs, strict, tuple(methods))
     public = {name for _, layer in layers_of(copy) for name in _methods_of(class_of(layer))}
     if missing := {*methods} - public:
@@ -95,10 +102,15 @@ def converted(
     rules: tuple[Rule, ...],
     rngs: flax_nnx.Rngs | None,
     strict: bool | None = None,
-    methods: tuple[str, ...] = (),
+    methods: tuple[str, ...] | None = None,
 ) -> M:
-    """The result of `nnx`; with strict=None there is no warning of rules that match nothing."""
-    copy, conversion = original(model), _Conversion(rules, strict, (*_CALLS, *methods))
+    """The result of `nnx`; with strict=None there is no warning of rules that match nothing, with
+    methods=None they are those of a converted model."""
+    before: _Call | None = (
+        getattr(model, "__dict__", {}).get("mx_call") if methods is None else None
+    )
+    calls = (*_CALLS, *(methods or ())) if before is None else before.model.methods
+    copy, conversion = original(model), _Conversion(rules, strict, calls)
     draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
     has_stream = rngs is not None and not {RNG_STREAM, "default"}.isdisjoint(rngs)
     for paths, layer in list(layers_of(copy)):
@@ -110,6 +122,8 @@ def converted(
         # Products of other layers draw from the stream of the call that they are in.
         decision = known and decide(rules, as_layer(paths, layer, known.facts))
         recipe = None if decision is None else decision.recipe
+        # A layer that this or that call does not reach is one all the same.
+        conversion.used.update(Report(rules=rules, decisions=(decision,)).used if decision else ())
         if rngs is not None and has_stream:
             if (not path and draws) or (recipe is not None and recipe.is_stochastic):
                 # For one layer, or for each of a stack.
@@ -150,6 +164,13 @@ def decisions(
     def call(state: object, *args: object, **kwargs: object) -> None:
         flax_nnx.merge(graph, state)(*args, **kwargs)
 
+    try:
+        inspect.signature(copy).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"convert.report: needs example arguments of a call of {type(copy).__name__}, got "
+            f"others: {error}; convert.weights_report needs none"
+        ) from None
     jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
     return tuple(copy.mx_call.model.decisions)
 
@@ -245,7 +266,9 @@ def _described(layer: object, aliases: tuple[str, ...], known: KnownLayer | None
     spec = None if known is None else nnx_spec(known.kernel)
     if known is not None and spec is not None:
         spec = PartitionSpec(*spec[len(known.stack) :])
-    return Module(class_of(layer), aliases, users_choice(layer), spec)
+    # Attributes of a module that Flax does not know are its user's own.
+    obstacle = brings_recipe(layer) if known is None else users_choice(layer)
+    return Module(class_of(layer), aliases, obstacle, spec)
 
 
 def as_layer(paths: tuple[str, ...], layer: object, facts: dict[str, Any]) -> Layer:
@@ -390,10 +413,12 @@ def _traced(
         decisions, run = traced_call(call, (params, rest), {}, model.rules, model.modules)
         model.decisions[:] = decisions
         report = Report(rules=model.rules, decisions=decisions)
-        if not here.path and model.strict is not None:
+        if not here.path and name == "__call__" and model.strict is not None:
             report.check("convert.nnx", model.strict, model.used)
         model.used.update(report.used)
         remedy = f"convert the model with rngs=nnx.Rngs({RNG_STREAM}=seed)"
+        if here.path:
+            remedy = f"call the model, or have convert.nnx(methods=) name what calls {here.path!r}"
         result, state, after = run(key, remedy)
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
@@ -404,7 +429,8 @@ def _traced(
     changed = [
         (at, new)
         for at, new in flax_nnx.to_flat_state(state)
-        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, old[at])), strict=True))
+        if jax.tree.structure(new) != jax.tree.structure(old[at])
+        or any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, old[at])), strict=True))
     ]
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))

@@ -108,12 +108,18 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def brings_recipe(layer: object) -> str | None:
+    """Why a layer keeps its products, if it has a recipe."""
+    # Past the attributes that nnx.bridge.ToLinen has of what is in it, by a call.
+    has_recipe = isinstance(inspect.getattr_static(layer, "recipe", None), Recipe)
+    return "has its own recipe" if has_recipe else None
+
+
 def users_choice(layer: object) -> str | None:
     """Why a layer keeps its products, as its user chose; None if nothing was chosen."""
-    # First: a property of our own layers draws a key when it is read. Past the attributes that
-    # nnx.bridge.ToLinen has of what is in it, a call that would be intercepted.
-    if isinstance(inspect.getattr_static(layer, "recipe", None), Recipe):
-        return "has its own recipe"
+    # First: a property of our own layers draws a key when it is read.
+    if obstacle := brings_recipe(layer):
+        return obstacle
     fields = layer.__dataclass_fields__ if isinstance(layer, nn.Module) else vars(layer)
     attribute = next((name for name in _DEFAULTS if name in fields), None)
     if attribute is None:
@@ -327,8 +333,11 @@ def _cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
 def _look_up(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
     """Rows of the quantized table; of codes, only these rows are decoded."""
     table, indices = values
-    if isinstance(table, Quantized):
+    if isinstance(table, Quantized) and table.ndim == 2:
         return rows_of(table, indices).dequantize(table.dtype)
+    if isinstance(table, Quantized):
+        # Of a stack, below vmap.
+        return jit_p.bind(table.dequantize(), indices, **params)[0]
     return jit_p.bind(_cast_table(table, recipe, key), indices, **params)[0]
 
 
@@ -336,7 +345,7 @@ def row_of(eqn: JaxprEqn) -> "TracedProduct | None":
     """How an equation is judged and made anew, if it is a product."""
     if eqn.primitive is jit_p and eqn.params["name"] == "_take" and len(eqn.invars) == 2:
         table: Any = eqn.invars[0].aval
-        shape = tuple(table.shape)
+        shape = tuple(table.shape)[-2:]
         facts = {"kernel": shape, "shape": shape[::-1], "obstacle": None}
         return TracedProduct(type=Lookup, facts=lambda *_: facts, multiply=_look_up)
     return traced_products().get(eqn.primitive)

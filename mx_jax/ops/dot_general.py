@@ -363,12 +363,15 @@ def _broadcast(
         shape = tuple(
             lengths.get(c, n) if n == 1 else n for c, n in zip(term, x.shape, strict=True)
         )
-        if shape != x.shape and isinstance(x, Quantized):
+        if shape == x.shape:
+            results.append(x)
+            continue
+        if isinstance(x, Quantized):
             raise ValueError(
                 f"einsum: an MXArray is not broadcast, got shape={x.shape} where the ellipsis of "
                 f"subscripts={subscripts!r} has shape={shape}; pass dequantize()"
             )
-        results.append(x if shape == x.shape else jnp.broadcast_to(x, shape))
+        results.append(jnp.broadcast_to(x, shape))
     return results[0], results[1]
 
 

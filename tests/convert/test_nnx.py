@@ -1,5 +1,6 @@
 """convert.nnx: copies that share Variables, stacks of layers, and streams."""
 
+import functools
 from typing import Any
 
 import jax
@@ -104,7 +105,43 @@ def test_methods_that_are_called_from_outside():
         convert.nnx(model, Rule(".*", MXFP8), methods=["encode", "decode"])
 
 
+class Modes(nnx.Module):
+    """Layers of which a call reaches one, a product by an attribute, and what calls leave."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.one, self.other = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+        self.dot_general = functools.partial(jax.lax.dot_general, precision="highest")
+        self.seen = nnx.Intermediate(())
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return self.dot_general(x, self.w[...], (((1,), (0,)), ((), ())))
+
+    def __call__(self, x: jax.Array, first: bool = True) -> jax.Array:
+        self.seen.set_value((*self.seen.get_value(), x))
+        return self.encode(self.one(x) if first else self.other(x))
+
+
+def test_a_call_that_does_not_reach_all_layers():
+    rules = [Rule("one", MXFP8), Rule("other", MXFP8), Rule("", MXFP8)]
+    converted = convert.nnx(Modes(nnx.Rngs(0)), rules, strict=True, methods=["encode"])
+    y = converted.encode(X)
+    assert (y != Modes(nnx.Rngs(0)).encode(X)).any()
+    with pytest.warns(convert.UnusedRuleWarning, match="which of its axes a product contracts"):
+        stored = convert.weights(converted, rules)
+    assert (stored.encode(X) == y).all(), "methods stay"
+    # What each call adds is a leaf more.
+    for _ in range(2):
+        converted(X)
+    assert len(converted.seen.get_value()) == 2
+    assert recipe_names(Modes(nnx.Rngs(0)), Rule(".*", MXFP8), X) == {"one": "mxfp8", "": "mxfp8"}
+
+
 def test_errors():
+    with pytest.raises(TypeError, match="methods must be several names, got methods='encode'"):
+        convert.nnx(Encoder(nnx.Rngs(0)), Rule(".*", MXFP8), methods="encode")
+    with pytest.raises(TypeError, match=r"needs example arguments of a call of Encoder, .*'x'"):
+        convert.report(Encoder(nnx.Rngs(0)), Rule(".*", MXFP8))
     linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     for rngs, streams in ((None, "no rngs"), (nnx.Rngs(params=0), "rngs with 'params'")):
         message = rf"convert.nnx: '': recipe 'stochastic weight' .* got {streams}; pass rngs=nnx"
