@@ -107,10 +107,14 @@ def gathering(
     parts, _ = partition.split_product(devices, partition.Factors(sizes, {}), lies, wanted)
     split = {name: factor for factor, part in parts.items() for name in part}
     moved, places = set[str](), []
-    # An operand moves where a mesh axis splits what the other one alone has.
+    # An operand moves where a mesh axis splits what the other one alone has, in the product too.
     for where in lies:
-        mine = {*chain(*where.values())} & {*split}
-        along = {name for name in mine if split[name] not in where and name in (names or mine)}
+        mine = {*chain(*where.values())} & {*split} & (names or {*split})
+        along = {
+            name
+            for name in mine
+            if split[name] not in where and name in wanted.get(split[name], ())
+        }
         moved |= along
         places.append(spec_of(tuple(where.values())) if along else None)
     left, right = places
