@@ -224,7 +224,7 @@ class MXArray(ArrayOfCodes):
           An array of the logical shape.
         """
         check_parts(self, "dequantize")
-        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        dtype = float32.canonical_dtype(self.dtype if dtype is None else dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dequantize: needs a float dtype, got dtype={dtype.name}")
         values = decode(unlinked(self), dtype)
@@ -356,17 +356,20 @@ jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten,
 # Values -----------------------------------------------------------------------------------------
 
 
-def _values_of(*arrays: jax.Array, tree: Any, implicit: bool, **how: Any) -> jax.Array:
+def _computed(*arrays: jax.Array, tree: Any, implicit: bool, **how: Any) -> jax.Array:
     x = jax.tree.unflatten(tree, arrays)
-    if not implicit:
-        return _decoded(x, **how)
-    x.warn_of_values()
-    return x.dequantize(**how)
+    return x.dequantize(**how) if implicit else _decoded(x, **how)
+
+
+def _values_of(*arrays: jax.Array, tree: Any, implicit: bool, **how: Any) -> jax.Array:
+    if implicit:
+        jax.tree.unflatten(tree, arrays).warn_of_values()
+    return _computed(*arrays, tree=tree, implicit=implicit, **how)
 
 
 def _type(*types: ShapedArray, **how: Any) -> ShapedArray:
     if has_explicit_axes():
-        avals: Any = jax.make_jaxpr(functools.partial(_values_of, **how))(*types).out_avals
+        avals: Any = jax.make_jaxpr(functools.partial(_computed, **how))(*types).out_avals
         return avals[0]
     return result_aval(types[0], jax.tree.unflatten(how["tree"], types).shape, how["dtype"])
 
@@ -402,7 +405,9 @@ def values(x: ArrayOfCodes, *, implicit: bool = True, **how: Any) -> jax.Array:
     arrays, tree = jax.tree.flatten(x)
     if jax.sharding.get_abstract_mesh().manual_axes:
         arrays = vary_alike(arrays)
-    return values_p.bind(*arrays, tree=tree, implicit=implicit, **{"dtype": x.dtype, **how})
+    how = {"dtype": x.dtype, **how}
+    how["dtype"] = float32.canonical_dtype(how["dtype"])
+    return values_p.bind(*arrays, tree=tree, implicit=implicit, **how)
 
 
 # Where nothing is traced, jit calls a program sooner than a primitive's implementation does.
@@ -429,7 +434,7 @@ def decode(
       An array of the logical shape.
     """
     how: Any = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
-    return values(x, implicit=False, dtype=jnp.dtype(dtype), **how)
+    return values(x, implicit=False, dtype=dtype, **how)
 
 
 def _decoded(

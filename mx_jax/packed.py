@@ -136,6 +136,7 @@ class PackedMXArray(ArrayOfCodes):
 
     def unpack(self) -> MXArray:
         """The MXArray again; blocks of zeros may have another scale."""
+        self.layout.check(self)
         if not has_explicit_axes():
             return self.layout.unpack(self)
         # On explicit axes each intermediate value would need a sharding.

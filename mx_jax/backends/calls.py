@@ -491,7 +491,8 @@ def unpacked_for(
     operation = "ragged_dot" if isinstance(call, RaggedCall) else "matmul"
     warnings.warn(
         f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to "
-        f"backend {rhs.backend}, and {reason}; pass the MXArray, or pack it where the product runs",
+        f"backend {rhs.backend}, and {reason}; pass the MXArray, or pack it where the product "
+        "runs, on one device or below shard_map",
         stacklevel=2,
     )
     weights = rhs.unpack()

@@ -26,6 +26,12 @@ MANTISSA = 0x007FFFFF
 HIDDEN = 0x00800000
 
 
+def canonical_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
+    """The dtype of an array that is asked for: without x64 none has 64 bits, which JAX warns of."""
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype.itemsize < 8 else jnp.zeros((), dtype).dtype
+
+
 def _with_operands_alike(operation: Callable[..., jax.Array]) -> Callable[[Any, Any], jax.Array]:
     @functools.wraps(operation)
     def apply(left: Any, right: Any) -> jax.Array:

@@ -96,7 +96,9 @@ def dtype_of_product(
 ) -> np.dtype:
     """The dtype of a quantized product: what is wanted, checked, or the operands' common dtype."""
     check_out_dtype(wanted, operation)
-    return np.dtype(jnp.result_type(lhs.dtype, rhs.dtype) if wanted is None else wanted)
+    if wanted is None:
+        return np.dtype(jnp.result_type(lhs.dtype, rhs.dtype))
+    return float32.canonical_dtype(wanted)
 
 
 def explicit_mesh(*operands: object) -> AbstractMesh | None:

@@ -16,6 +16,7 @@ from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import check_parts
+from mx_jax.codecs.float32 import canonical_dtype
 from mx_jax.codecs.rounding import DerivedKey, Rounding
 from mx_jax.codecs.straight_through import straight_through
 from mx_jax.formats import BlockSize, Whole, check_block_size
@@ -141,7 +142,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     if not isinstance(x, MXArray):
         raise TypeError(f"dequantize: needs an MXArray, got x of type {type(x).__name__}")
     check_parts(x, "dequantize")
-    wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
+    wanted = canonical_dtype(x.dtype if dtype is None else dtype)
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
     values = _dequantize(unlinked(x), dtype=wanted)

@@ -27,6 +27,7 @@ from mx_jax.codecs.explicit_axes import Spec, partitions
 from mx_jax.formats import WHOLE, Whole, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import ArrayOfCodes, MXArray
+from mx_jax.packed import PackedMXArray
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
 Part = tuple[str, ...]
@@ -433,6 +434,11 @@ def device_put(x: MXArray, sharding: NamedSharding) -> MXArray:
       >>> mx_jax.sharding.device_put(mx_jax.quantize(jnp.ones((64, 32)), "mxfp4"), place).shape
       (64, 32)
     """
+    if isinstance(x, PackedMXArray):
+        raise TypeError(
+            f"device_put: packed weights are one device's, got {x!r}; place the MXArray, and each "
+            "device multiplies its part of the codes"
+        )
     if not isinstance(x, MXArray) or not isinstance(sharding, NamedSharding):
         raise TypeError(
             "device_put: needs an MXArray and a NamedSharding, got "

@@ -85,6 +85,20 @@ def compiled(run: Any, *args: Any) -> tuple[Any, str]:
 # flax.linen ---------------------------------------------------------------------------------------
 
 
+def test_tables_below_vmap():
+    """A stack of them is looked up in by its values."""
+    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": None}
+    model, ids = nn.vmap(nn.Embed, axis_size=2, **axes)(8, 32), jnp.arange(6).reshape(2, 3)
+    rule = Rule(".*", weight_only("mxfp4"), types=nn.Embed)
+    params = model.init(jax.random.key(0), ids)["params"]
+    stored = convert.weights(params, rule, model=model, args=(ids,), pack=False)
+    converted = convert.linen(model, rule)
+    results = [converted.apply({"params": each}, ids) for each in (params, stored)]
+    assert_bitwise_equal(*results)
+    (row,) = convert.report(model, rule, ids).decisions
+    assert row.layer.shape == (32, 8)
+
+
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])

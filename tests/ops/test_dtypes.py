@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,22 @@ def test_narrow_operands_round_once(rng: np.random.Generator):
     # preferred_element_type=float32 keeps the bits of the sum, which bfloat16 drops.
     product = multiply(x, w, preferred_element_type=jnp.float32)
     check([product], [wide[0].astype(np.float32)])
+
+
+def test_without_x64_float64_is_float32():
+    """As JAX has it, with its warning."""
+    x = jnp.ones((2, 64))
+    q = mx_jax.quantize(x, "mxfp4")
+    runs: dict[str, Any] = {
+        "method": lambda x: q.dequantize("float64"),
+        "function": lambda x: mx_jax.dequantize(q, float),
+        "product": lambda x: mx_jax.matmul(x, x.T, recipe="mxfp8", preferred_element_type=float),
+    }
+    for run in runs.values():
+        with pytest.warns(UserWarning, match="dtype float64 .* will be truncated"):
+            assert jax.jit(run)(x).dtype == np.float32
+    with pytest.warns(UserWarning, match="will be truncated"):
+        jax.grad(lambda x: mx_jax.quantize(x, "mxfp4").dequantize(float).sum())(x)
 
 
 def test_an_mxarray_stands_for_the_dtype_that_was_quantized():

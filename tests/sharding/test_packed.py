@@ -41,7 +41,7 @@ def few(seed: int, *shape: int) -> jax.Array:
 def test_weights_on_several_devices_stay_as_they_are(spec: PartitionSpec, mesh: Mesh):
     w = device_put(mx_jax.quantize(few(1, 256, 128), "mxfp4", axis=0), NamedSharding(mesh, spec))
     assert mx_jax.pack_weights(w) is w
-    with pytest.raises(TypeError, match="device_put: needs an MXArray and a NamedSharding, got Pa"):
+    with pytest.raises(TypeError, match="device_put: packed weights are one device's, got Pa"):
         alone = mx_jax.pack_weights(mx_jax.quantize(few(1, 256, 128), "mxfp4", axis=0))
         put: Any = device_put
         put(alone, NamedSharding(mesh, spec))
@@ -97,14 +97,10 @@ def test_whole_on_all_devices_of_shard_map(mesh: Mesh):
 def test_what_shard_map_refuses(format: str, mesh: Mesh):
     packed = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 128)), format, axis=0))
     assert isinstance(packed, PackedMXArray)
-    run = jax.shard_map(
-        lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4),
-        mesh=mesh,
-        in_specs=(P(), P("model")),
-        out_specs=P(None, "model"),
-    )
-    with pytest.raises(ValueError, match=r"weights are not cut, got PackedMXArray.* 1 tiles"):
-        jax.eval_shape(run, jnp.ones((ROWS, 64)), packed)
+    for each in (lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4), lambda x, w: w.dequantize()):
+        run = jax.shard_map(each, mesh=mesh, in_specs=(P(), P("model")), out_specs=P(None, "model"))
+        with pytest.raises(ValueError, match=r"weights are not cut, got PackedMXArray.* 1 tiles"):
+            jax.eval_shape(run, jnp.ones((ROWS, 64)), packed)
 
 
 def test_gradients_on_explicit_axes():

@@ -156,7 +156,7 @@ def check(packed: PackedMXArray) -> None:
     rows, tiles = math.prod(packed.kept), panels.bytes.shape[-2]
     if tiles != -(-rows // PANEL_ROWS):
         raise ValueError(
-            f"matmul: packed weights are not cut, got {packed!r} with {tiles} tiles of "
+            f"packed weights are not cut, got {packed!r} with {tiles} tiles of "
             f"{PANEL_ROWS} rows for {rows}, as shard_map cuts them; shard the MXArray, or pack "
             "each part"
         )
