@@ -285,7 +285,10 @@ def test_a_training_step_multiplies_bfloat16(name: str, target: Target):
     """Three products, as a bfloat16 model has them; on TPUs kernels make MX formats' values."""
     shapes, step = (array(2048, 4096), array(2048, 2048)), training_step(name)
     products = dots(step, *shapes, target=target, has_kernels=(name, target) == ("mxfp8", TPU))
-    assert sorted(products) == [
+    # NVFP4's scales of saved operands are spread over their blocks by a product.
+    spreads = [product for product in products if product[1].startswith(("128x", "256x"))]
+    assert len(spreads) == 2 * (name == "nvfp4")
+    assert sorted(product for product in products if product not in spreads) == [
         ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
         ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
         ("2048x4096xbf16", "2048x4096xbf16", "2048x2048xf32"),
