@@ -106,11 +106,10 @@ def converted(
 ) -> M:
     """The result of `nnx`; with strict=None there is no warning of rules that match nothing, with
     methods=None they are those of a converted model."""
-    before: _Call | None = (
-        getattr(model, "__dict__", {}).get("mx_call") if methods is None else None
-    )
+    copy = original(model)
+    before: _Call | None = vars(model).get("mx_call") if methods is None else None
     calls = (*_CALLS, *(methods or ())) if before is None else before.model.methods
-    copy, conversion = original(model), _Conversion(rules, strict, calls)
+    conversion = _Conversion(rules, strict, calls)
     draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
     has_stream = rngs is not None and not {RNG_STREAM, "default"}.isdisjoint(rngs)
     for paths, layer in list(layers_of(copy)):
@@ -122,8 +121,9 @@ def converted(
         # Products of other layers draw from the stream of the call that they are in.
         decision = known and decide(rules, as_layer(paths, layer, known.facts))
         recipe = None if decision is None else decision.recipe
-        # A layer that this or that call does not reach is one all the same.
-        conversion.used.update(Report(rules=rules, decisions=(decision,)).used if decision else ())
+        if decision is not None and decision.rule is not None:
+            # A layer that this or that call does not reach is one all the same.
+            conversion.used.add(decision.rule)
         if rngs is not None and has_stream:
             if (not path and draws) or (recipe is not None and recipe.is_stochastic):
                 # For one layer, or for each of a stack.
